@@ -1,1 +1,50 @@
-def main() -> None: ...
+"""The ``warmlane`` command: dispatches to the package that owns a subcommand, by name only.
+
+The packages never import each other; this module imports none of them until one is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+OWNERS = {
+    "serve": "gateway",
+    "demo": "gateway",
+    "explain": "gateway",
+    "workers": "gateway",
+    "config": "gateway",
+    "runner": "runner",
+}
+
+USAGE = """usage: warmlane COMMAND [OPTIONS]
+
+  serve      run the gateway
+  runner     run a bundled engine (needs the extra `runner`)
+  demo       two bundled engines and the gateway, with a short real workload
+  explain    say where a request would go, and why
+  workers    list the workers of a running gateway
+  config     check, show or describe the configuration
+
+`warmlane COMMAND --help` tells more.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand; return its exit code (2 for a usage error)."""
+    args = sys.argv[1:] if argv is None else argv
+    if not args or args[0] in ("-h", "--help", "help"):
+        (sys.stdout if args else sys.stderr).write(USAGE)
+        return 0 if args else 2
+    owner = OWNERS.get(args[0])
+    if owner is None:
+        sys.stderr.write(f"warmlane: unknown command {args[0]!r}\n\n{USAGE}")
+        return 2
+    # The runner is one command; the gateway has several and reads the name itself.
+    rest = args[1:] if owner == "runner" else args
+    entry = importlib.import_module(f"{owner}.__main__")
+    return int(entry.main(rest) or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

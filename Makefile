@@ -1,0 +1,44 @@
+# Everything a developer or CI runs. `make help` lists it.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup weights demo test check fmt bench
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+# torch first and pinned, so that pip takes the build the index settings of this machine offer.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable '.[runner,dev]'
+	touch $@
+
+setup: $(STAMP) ## create .venv with everything in it
+
+weights: $(STAMP) ## get the SmolLM2-135M-Instruct weights into models/
+	$(BIN)/python -m runner.fetch
+
+demo: weights ## two bundled engines and the gateway on :8080 (DEMO_ARGS=--once to stop after the table)
+	$(BIN)/warmlane demo $(DEMO_ARGS)
+
+test: weights ## the whole test suite
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+check: $(STAMP) ## lint, format, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: $(STAMP) ## format the code and sort the imports
+	$(BIN)/ruff check --fix --quiet . || true
+	$(BIN)/ruff format .
+
+bench: weights ## speed of the runner and of one routing decision, as tables
+	$(BIN)/python -m bench.runner_speed
+	$(BIN)/python -m bench.decision_cost

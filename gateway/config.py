@@ -1,0 +1,277 @@
+"""The one Settings object of the gateway: its shape, its defaults and what they mean.
+
+The schema is closed: a key that is not here is an error. Where values come from (file, environment,
+flags) and which line they stand on is ``gateway/settings.py``'s business; this file is only shape.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Auto = Literal["auto"]
+AffinityKind = Literal["document", "knowledge_base", "session", "tenant", "prefix"]
+
+
+class Section(BaseModel):
+    """A part of the configuration: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AccessConfig(Section):
+    """Who may operate the gateway and whose identity headers count."""
+
+    admin_token_env: str | None = None
+    trusted_peers: tuple[str, ...] = ()
+
+
+class TlsConfig(Section):
+    """Certificate and key files of the client port."""
+
+    cert: str | None = None
+    key: str | None = None
+
+
+class LimitsConfig(Section):
+    """Bounds on what a client may send and how long it may take."""
+
+    head_kb: PositiveInt = 64
+    headers: PositiveInt = 128
+    decompressed_mb: PositiveInt = 64
+    head_s: Seconds = 10
+    body_s: Seconds = 60
+    idle_s: Seconds = 75
+    # A long prefill is not a dead worker: ten minutes before the first byte are legitimate.
+    first_byte_s: Seconds = 600
+    request_s: Seconds = 1800
+
+
+class ServerConfig(Section):
+    """The client port."""
+
+    host: str = "0.0.0.0"  # noqa: S104  # a gateway is there to be reached
+    port: Port = 8080
+    admin_port: Port | None = None
+    processes: PositiveInt = 1
+    max_body_mb: PositiveInt = 32
+    drain_s: Seconds = 30
+    front: Literal["aiohttp"] = "aiohttp"
+    access: AccessConfig = AccessConfig()
+    tls: TlsConfig = TlsConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+
+class RoutingConfig(Section):
+    """How a worker is chosen."""
+
+    mode: Literal["observe", "cost", "least_load"] = "cost"
+    share: Annotated[int, Field(ge=0, le=100)] = 100
+    max_wait_s: Seconds = 2
+    seed: int | None = None
+
+
+class IndexConfig(Section):
+    """Where the prefix index lives and how much of it is kept."""
+
+    backend: Literal["memory", "redis"] = "memory"
+    url: str | None = None
+    timeout_ms: PositiveInt = 50
+    max_blocks: PositiveInt = 5_000_000
+    namespace: str = "warmlane"
+    tls: bool = False
+
+
+class WorkerConfig(Section):
+    """One engine endpoint."""
+
+    id: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._:-]+$")]
+    url: str
+    kv_events: str | None = None
+    kv_replay: str | None = None
+
+    @field_validator("url")
+    @classmethod
+    def _http_url(cls, value: str) -> str:
+        return check_worker_url(value)
+
+    @field_validator("kv_events", "kv_replay")
+    @classmethod
+    def _zmq_address(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("tcp://", "ipc://")):
+            raise ValueError(f"expected tcp://HOST:PORT or ipc://PATH, got {value!r}")
+        return value
+
+
+class DiscoveryConfig(Section):
+    """Where workers come from."""
+
+    type: Literal["static", "file", "dns", "kubernetes"] = "static"
+
+
+class AffinityConfig(Section):
+    """Which identity a request's home on the ring is computed from."""
+
+    keys: tuple[AffinityKind, ...] = ("document", "knowledge_base", "session", "tenant", "prefix")
+    set_size: PositiveInt = 2
+    mode: Literal["soft", "strict"] = "soft"
+
+
+class CanonicalizeConfig(Section):
+    """Whether prompts may be rewritten so that their prefixes agree."""
+
+    mode: Literal["off", "observe", "rewrite"] = "observe"
+    rules: tuple[Literal["stable-tools", "attribution-header", "volatile-tail"], ...] = ()
+
+
+class OffloadConfig(Section):
+    """How much of a prompt a worker may write to lower tiers."""
+
+    max_offload_tokens: NonNegativeInt | None = None
+    scope: Literal["knowledge", "history"] = "knowledge"
+
+
+class KeepWarmConfig(Section):
+    """Re-warming of hot documents on workers that join or restart."""
+
+    enabled: bool = False
+    store: bool = False
+    budget_tokens: NonNegativeInt = 100_000
+
+
+class AdmissionConfig(Section):
+    """How many requests may wait, and how long."""
+
+    max_queue: PositiveInt = 1000
+    deadline_s: Seconds = 30
+
+
+class RetryConfig(Section):
+    """Retries before the first byte: share of recent requests, and tries per request."""
+
+    budget: Annotated[float, Field(ge=0, le=1)] = 0.2
+    attempts: Annotated[int, Field(ge=1, le=10)] = 2
+
+
+class PoolConfig(Section):
+    """The workers that serve one set of model names, and how to read prompts for them."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    models: Annotated[tuple[str, ...], Field(min_length=1)]
+    aliases: dict[str, str] = {}
+    engine: Literal["runner", "vllm", "sglang", "openai"] = "openai"
+    tokenizer: str | None = None
+    workers: tuple[WorkerConfig, ...] = ()
+    discovery: DiscoveryConfig = DiscoveryConfig()
+    affinity: AffinityConfig = AffinityConfig()
+    canonicalize: CanonicalizeConfig = CanonicalizeConfig()
+    offload: OffloadConfig = OffloadConfig()
+    template: str | None = None
+    timezone: str = "UTC"
+    block_size: PositiveInt | Auto = "auto"
+    max_batched_tokens: PositiveInt = 8192
+    capacity_tokens: PositiveInt | Auto = "auto"
+    worker_allow: tuple[str, ...] = ()
+    fallback: str | None = None
+    keep_warm: KeepWarmConfig = KeepWarmConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    retry: RetryConfig = RetryConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PoolConfig:
+        ids = [worker.id for worker in self.workers]
+        if twice := sorted({i for i in ids if ids.count(i) > 1}):
+            raise ValueError(f"worker ids must differ, these stand twice: {', '.join(twice)}")
+        for alias, target in self.aliases.items():
+            if target not in self.models:
+                known = ", ".join(self.models)
+                raise ValueError(f"alias {alias!r} points to {target!r}, expected one of {known}")
+        return self
+
+
+class RouteConfig(Section):
+    """Sends matching requests to a pool."""
+
+    match: dict[str, str] = {}
+    pool: str
+    offload: OffloadConfig = OffloadConfig()
+
+
+class TenantConfig(Section):
+    """A group of API keys with its budgets."""
+
+    name: str
+    key_env: str | None = None
+    keys_file: str | None = None
+    requests_per_min: PositiveInt | None = None
+    tokens_per_min: PositiveInt | None = None
+    weight: PositiveInt = 1
+    priority: int = 0
+    isolate_cache: bool = False
+    offload: OffloadConfig | None = None
+
+
+class SecurityConfig(Section):
+    """Secrets, by the name of the environment variable that holds them."""
+
+    salt_secret_env: str | None = None
+
+
+class TelemetryConfig(Section):
+    """Logs and traces."""
+
+    otlp_endpoint: str | None = None
+    log_prompts: bool = False
+    decision_log: str | None = None
+    trace_sample: Annotated[float, Field(ge=0, le=1)] = 0.01
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Settings(Section):
+    """Everything the gateway reads at start."""
+
+    server: ServerConfig = ServerConfig()
+    routing: RoutingConfig = RoutingConfig()
+    index: IndexConfig = IndexConfig()
+    pools: Annotated[tuple[PoolConfig, ...], Field(min_length=1)]
+    routes: tuple[RouteConfig, ...] = ()
+    tenants: tuple[TenantConfig, ...] = ()
+    security: SecurityConfig = SecurityConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Settings:
+        names = [pool.name for pool in self.pools]
+        if len(set(names)) != len(names):
+            raise ValueError(f"pool names must differ, got {', '.join(names)}")
+        served = [m for pool in self.pools for m in (*pool.models, *pool.aliases)]
+        if twice := sorted({m for m in served if served.count(m) > 1}):
+            raise ValueError(f"a model name belongs to one pool, in several: {', '.join(twice)}")
+        ids = [worker.id for pool in self.pools for worker in pool.workers]
+        if twice := sorted({i for i in ids if ids.count(i) > 1}):
+            raise ValueError(f"worker ids must differ between pools: {', '.join(twice)}")
+        return self
+
+
+def check_worker_url(value: str) -> str:
+    """Return ``value`` without a trailing slash if it is an HTTP URL with a host.
+
+    Raises:
+        ValueError: If it is not; the message says what was expected (IPv6 hosts in brackets).
+    """
+    expected = f"expected http://HOST[:PORT] (an IPv6 host in brackets), got {value!r}"
+    try:
+        parts = urlsplit(value)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname)
+        valid = valid and (parts.port is None or parts.port > 0)
+    except ValueError as error:
+        raise ValueError(expected) from error
+    if not valid or parts.query or parts.fragment or parts.netloc.count(":") > 1 > value.count("["):
+        raise ValueError(expected)
+    return value.rstrip("/")

@@ -1,0 +1,162 @@
+"""Where settings come from: flag > environment > YAML file > default, each value with its source.
+
+Errors name the file and line, the environment variable or the flag that holds the wrong value.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import ValidationError
+
+from gateway.config import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ENV_PREFIX = "WARMLANE_"
+Location = tuple[str | int, ...]
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the message is for the operator, one problem per line."""
+
+
+@dataclass(slots=True)
+class Layered:
+    """Raw values merged from all layers, with the place each leaf came from."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[Location, str] = field(default_factory=dict)
+
+    def merge(self, values: Mapping[str, Any], sources: Mapping[Location, str]) -> None:
+        """Lay ``values`` over what is there; lists are replaced as a whole."""
+        _overlay(self.values, values)
+        self.sources.update(sources)
+
+    def source_of(self, location: Location) -> str:
+        """Name the most specific known place of ``location``."""
+        for length in range(len(location), 0, -1):
+            if (found := self.sources.get(location[:length])) is not None:
+                return found
+        return self.sources.get((), "defaults")
+
+
+def load(
+    path: str | None,
+    *,
+    flags: Mapping[Location, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> tuple[Settings, Layered]:
+    """Read and validate the configuration.
+
+    Args:
+        path: YAML file, or None when flags and environment say everything.
+        flags: Command-line values by location, for example ``{("server", "port"): 8080}``.
+        environ: Environment to read (default: this process's).
+
+    Raises:
+        ConfigError: If the file cannot be read or any value is wrong or unknown.
+    """
+    layered = Layered()
+    if path is not None:
+        layered.merge(*_read_yaml(path))
+    layered.merge(*_read_environ(os.environ if environ is None else environ))
+    for location, value in (flags or {}).items():
+        layered.merge(_nest(location, value), {location: f"flag --{location[-1]}"})
+    try:
+        return Settings.model_validate(layered.values), layered
+    except ValidationError as error:
+        raise ConfigError(_explain(error, layered)) from None
+
+
+def _read_yaml(path: str) -> tuple[dict[str, Any], dict[Location, str]]:
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot read the configuration: {error}") from error
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: not valid YAML: {error}".replace("\n", " ")) from error
+    if values is None:
+        return {}, {(): path}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}:1: expected a mapping of sections, got {type(values).__name__}")
+    sources: dict[Location, str] = {}
+    _lines(node, (), path, sources)
+    return values, sources
+
+
+def _lines(node: yaml.Node | None, at: Location, path: str, out: dict[Location, str]) -> None:
+    if node is None:
+        return
+    out.setdefault(at, f"{path}:{node.start_mark.line + 1}")
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if key.value in seen:
+                raise ConfigError(f"{path}:{key.start_mark.line + 1}: {key.value}: stands twice")
+            seen.add(key.value)
+            out[(*at, key.value)] = f"{path}:{key.start_mark.line + 1}"
+            _lines(value, (*at, key.value), path, out)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _lines(item, (*at, index), path, out)
+
+
+def _read_environ(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[Location, str]]:
+    """Take ``WARMLANE_SECTION__KEY`` variables whose first part is a section of Settings."""
+    values: dict[str, Any] = {}
+    sources: dict[Location, str] = {}
+    for name in sorted(environ):
+        if not name.startswith(ENV_PREFIX) or "__" not in name:
+            continue
+        location: Location = tuple(name[len(ENV_PREFIX) :].lower().split("__"))
+        try:
+            value = yaml.safe_load(environ[name])
+        except yaml.YAMLError:
+            value = environ[name]
+        _overlay(values, _nest(location, value))
+        sources[location] = f"environment variable {name}"
+    return values, sources
+
+
+def _nest(location: Location, value: Any) -> dict[str, Any]:
+    for key in reversed(location):
+        value = {key: value}
+    return dict(value)
+
+
+def _overlay(base: dict[str, Any], top: Mapping[str, Any]) -> None:
+    for key, value in top.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _overlay(base[key], value)
+        else:
+            base[key] = value
+
+
+def _explain(error: ValidationError, layered: Layered) -> str:
+    problems = error.errors(include_url=False)
+    lines = []
+    for problem in problems:
+        location = problem["loc"]
+        # A bad item also makes its list "too short"; only the deepest problem helps.
+        if any(p["loc"][: len(location)] == location != p["loc"] for p in problems):
+            continue
+        dotted = ".".join(str(part) for part in location) or "configuration"
+        if problem["type"] == "extra_forbidden":
+            text = f"unknown key {location[-1]!r}"
+        elif problem["type"] == "missing":
+            text = "is required"
+        else:
+            text = problem["msg"].removeprefix("Value error, ")
+        lines.append(f"{layered.source_of(location)}: {dotted}: {text}")
+    return "\n".join(dict.fromkeys(lines))

@@ -1,0 +1,64 @@
+"""Which configured features this version does not have yet: refused or named, never ignored.
+
+A feature that protects somebody (tenants, TLS) is an error when it is asked for; one whose absence
+only costs speed is a warning.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gateway.config import PoolConfig, Settings
+
+
+def unsupported(settings: Settings) -> tuple[list[str], list[str]]:
+    """Return (errors, warnings) about configured features that are not available."""
+    errors = list(_server_errors(settings))
+    warnings: list[str] = []
+    for pool in settings.pools:
+        errors += _pool_errors(pool)
+        warnings += _pool_warnings(pool)
+    if settings.telemetry.otlp_endpoint:
+        warnings.append("telemetry.otlp_endpoint: traces are not exported by this version")
+    if settings.telemetry.decision_log:
+        warnings.append("telemetry.decision_log: decisions are not logged by this version")
+    return errors, warnings
+
+
+def _server_errors(settings: Settings) -> Iterator[str]:
+    server = settings.server
+    if settings.tenants:
+        yield "tenants: API keys are not checked by this version; expected an empty list"
+    if settings.routes:
+        yield "routes: not available in this version; expected an empty list"
+    if settings.index.backend == "redis":
+        yield "index.backend: redis is not available in this version; expected memory"
+    if server.processes > 1:
+        yield "server.processes: several processes need a shared index; expected 1"
+    if server.tls.cert or server.tls.key:
+        yield "server.tls: not available in this version; put a TLS terminator in front"
+    if server.admin_port is not None:
+        yield "server.admin_port: not available in this version; admin answers loopback only"
+    if settings.routing.mode != "cost" or settings.routing.share != 100:
+        yield "routing.mode, routing.share: only mode cost with share 100 in this version"
+
+
+def _pool_errors(pool: PoolConfig) -> Iterator[str]:
+    where = f"pools[{pool.name}]"
+    if pool.discovery.type != "static":
+        yield f"{where}.discovery.type: {pool.discovery.type} is not available; expected static"
+    if pool.canonicalize.mode == "rewrite":
+        yield f"{where}.canonicalize.mode: rewrite is not available; expected off or observe"
+    if pool.fallback:
+        yield f"{where}.fallback: not available in this version"
+    if pool.keep_warm.enabled:
+        yield f"{where}.keep_warm: not available in this version"
+
+
+def _pool_warnings(pool: PoolConfig) -> Iterator[str]:
+    where = f"pools[{pool.name}]"
+    if pool.offload.max_offload_tokens is not None:
+        yield f"{where}.offload: the cap is not sent to workers by this version"
