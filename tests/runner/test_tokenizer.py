@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from runner.gguf import GgufFile
+from runner.tokenizer import TokenizerError, from_gguf, read_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def metadata(smollm2_dir: Path) -> dict[str, Any]:
+    return GgufFile(smollm2_dir / "model.gguf").metadata
+
+
+@pytest.fixture(scope="module")
+def tokenizer(metadata: dict[str, Any]) -> Tokenizer:
+    return Tokenizer.from_str(from_gguf(metadata).tokenizer_json)
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("  12", [256, 33, 34]),  # transformers' conversion gives [216, 216, 33, 34]
+        ("<|im_start|>", [1]),
+        ("<|im_end|>", [2]),
+        ("", []),
+    ],
+)
+def test_text_gets_the_ids_the_engine_rule_gives(
+    tokenizer: Tokenizer, text: str, ids: list[int]
+) -> None:
+    assert tokenizer.encode(text, add_special_tokens=False).ids == ids
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a ½",
+        "line\r\n1.",
+        "  12 34",
+        "日本語 и ملح",
+        "👩‍👩‍👧‍👦 family",
+        "\x00\x7f\u200b",
+        "tab\tand  blanks ",
+    ],
+)
+def test_every_text_survives_encoding_and_decoding(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
+
+
+def test_all_control_tokens_are_special_and_keep_their_ids(
+    tokenizer: Tokenizer, metadata: dict[str, Any]
+) -> None:
+    controls = [at for at, kind in enumerate(metadata["tokenizer.ggml.token_type"]) if kind == 3]
+
+    special = {at for at, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+    assert special == set(controls)
+    assert len(special) == 17
+    assert tokenizer.get_vocab_size() == 49_152
+
+
+def test_config_has_template_and_special_tokens(smollm2_dir: Path) -> None:
+    config = read_tokenizer(smollm2_dir / "model.gguf").config
+
+    names = ("bos", "eos", "pad", "unk")
+
+    assert [config[f"{name}_token"] for name in names] == [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+    ]
+    assert config["add_bos_token"] is False
+    assert "add_generation_prompt" in config["chat_template"]
+
+
+def test_a_folder_is_read_as_it_was_written(smollm2_dir: Path, tmp_path: Path) -> None:
+    from_file = read_tokenizer(smollm2_dir / "model.gguf")
+
+    from_file.write(tmp_path)
+
+    assert read_tokenizer(tmp_path) == from_file == read_tokenizer(smollm2_dir)
+
+
+def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old"}))
+    (tmp_path / "chat_template.jinja").write_text("new")
+
+    assert read_tokenizer(tmp_path).config["chat_template"] == "new"
+
+
+def test_a_folder_with_only_weights_gives_their_vocabulary(
+    smollm2_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model.gguf").symlink_to(smollm2_dir / "model.gguf")
+
+    assert read_tokenizer(tmp_path) == read_tokenizer(smollm2_dir)
+
+
+def test_an_unknown_vocabulary_is_named_with_the_way_out(metadata: dict[str, Any]) -> None:
+    with pytest.raises(TokenizerError, match=r"'llama-bpe'.*tokenizer\.json"):
+        from_gguf(metadata | {"tokenizer.ggml.pre": "llama-bpe"})
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="no tokenizer"):
+        read_tokenizer(tmp_path)
