@@ -1,0 +1,43 @@
+"""``warmlane demo``: two bundled engines, the gateway, a short real workload and one table.
+
+Starts the same commands a user would, talks to them over HTTP only, and stops them at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from pathlib import Path
+
+from gateway.demo.client import run_workload
+from gateway.demo.fleet import MODEL, WORKERS, DemoError, fleet
+from gateway.demo.report import judge, summary, table
+
+__all__ = ["DemoError", "run"]
+
+
+def run(*, port: int, once: bool) -> int:
+    """Run the demo; return 0, or 1 if a warm request was not the hit it should have been.
+
+    Raises:
+        DemoError: If the engines or the gateway do not come up or refuse a request.
+    """
+    base = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory(prefix="warmlane-demo-") as folder:
+        _say(f"starting {len(WORKERS)} engines and the gateway on port {port} ...")
+        with fleet(Path(folder), port) as gateway:
+            rows = run_workload(base)
+            problems = judge(rows, block_size=16)
+            print(table(rows))
+            print(summary(rows, problems), flush=True)
+            if once:
+                return 1 if problems else 0
+            _say(f"serving {base}/v1 (model {MODEL}) until Ctrl-C")
+            with contextlib.suppress(KeyboardInterrupt):
+                gateway.wait()
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

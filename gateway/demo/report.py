@@ -1,0 +1,77 @@
+"""The demo's table, its verdict on each row and the summary line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gateway.demo.workload import Ask
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table. Times in seconds, sizes in tokens."""
+
+    ask: Ask
+    worker: str
+    prompt_tokens: int
+    predicted_hit_tokens: int
+    observed_hit_tokens: int
+    ttft_s: float
+    answer: str
+
+
+def judge(rows: list[Row], *, block_size: int) -> list[str]:
+    """Return what is wrong with the rows: a warm request that missed, or a bad prediction."""
+    problems = []
+    holder: dict[str, str] = {}
+    for row in rows:
+        gap = abs(row.predicted_hit_tokens - row.observed_hit_tokens)
+        if gap > block_size:
+            problems.append(f"{row.ask.label}: predicted and observed differ by {gap} tokens")
+        if row.ask.is_warm and row.observed_hit_tokens * 2 < row.prompt_tokens:
+            problems.append(
+                f"{row.ask.label}: expected a hit, got {row.observed_hit_tokens} tokens"
+            )
+        if row.ask.is_warm and row.worker != holder.get(row.ask.document):
+            problems.append(f"{row.ask.label}: sent to {row.worker}, which does not hold it")
+        holder.setdefault(row.ask.document, row.worker)
+    return problems
+
+
+def table(rows: list[Row]) -> str:
+    """Return the rows as aligned text."""
+    head = ("request", "worker", "prompt tokens", "hit predicted / observed", "TTFT")
+    lines = [
+        (
+            row.ask.label,
+            row.worker,
+            f"{row.prompt_tokens}",
+            f"{row.predicted_hit_tokens} / {row.observed_hit_tokens}",
+            f"{row.ttft_s:.3f} s",
+        )
+        for row in rows
+    ]
+    widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in (head, *lines)
+    )
+
+
+def summary(rows: list[Row], problems: list[str]) -> str:
+    """Return the one line below the table, preceded by what went wrong."""
+    cold = [row.ttft_s for row in rows if not row.ask.is_warm]
+    warm = [row.ttft_s for row in rows if row.ask.is_warm]
+    hits = sum(row.observed_hit_tokens for row in rows if row.ask.is_warm)
+    prompt = sum(row.prompt_tokens for row in rows if row.ask.is_warm)
+    cold_s, warm_s = sum(cold) / len(cold), sum(warm) / len(warm)
+    line = (
+        f"{len(warm)} warm requests: {hits / prompt:.0%} of their prompt tokens were hits, "
+        f"mean TTFT {warm_s:.3f} s against {cold_s:.3f} s cold ({cold_s / warm_s:.1f}x)"
+    )
+    return "\n".join([*problems, line])
