@@ -1,0 +1,25 @@
+"""Bounds on what a client or a worker may send, and on how long either may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """Plain numbers of the data plane; the defaults are those of the configuration.
+
+    ``decompressed_bytes`` bounds an answer that a worker sent compressed. ``retry_ratio`` is the
+    share of recent requests that may be retried, ``attempts`` the most tries of one request.
+    """
+
+    body_bytes: int = 32 << 20
+    head_bytes: int = 64 << 10
+    headers: int = 128
+    decompressed_bytes: int = 64 << 20
+    body_s: float = 60.0
+    idle_s: float = 75.0
+    first_byte_s: float = 600.0
+    request_s: float = 1800.0
+    retry_ratio: float = 0.2
+    attempts: int = 2
