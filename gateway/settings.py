@@ -74,6 +74,35 @@ def load(
         raise ConfigError(_explain(error, layered)) from None
 
 
+def describe(settings: Settings, layered: Layered) -> list[tuple[str, Any, str]]:
+    """Return (dotted key, value, source) of every leaf, in the order of the schema."""
+    rows: list[tuple[str, Any, str]] = []
+
+    def walk(value: Any, at: Location) -> None:
+        if isinstance(value, dict) and value:
+            for key, item in value.items():
+                walk(item, (*at, key))
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            for index, item in enumerate(value):
+                walk(item, (*at, index))
+        else:
+            rows.append((".".join(str(part) for part in at), value, _leaf_source(layered, at)))
+
+    walk(settings.model_dump(mode="json"), ())
+    return rows
+
+
+def _leaf_source(layered: Layered, at: Location) -> str:
+    """Name the source of a leaf; a value under a known section may still be a default."""
+    value: Any = layered.values
+    for part in at:
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            return "default"
+    return layered.source_of(at)
+
+
 def _read_yaml(path: str) -> tuple[dict[str, Any], dict[Location, str]]:
     try:
         text = Path(path).read_text("utf-8")

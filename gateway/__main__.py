@@ -1,0 +1,186 @@
+"""The gateway's commands: ``serve``, ``demo``, ``explain``, ``workers``, ``config``.
+
+Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 failed, 2 usage, 3 partial,
+130 interrupted. Heavy imports stand inside the commands that need them: ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gateway.settings import ConfigError, Location, load
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+config_app = typer.Typer(no_args_is_help=True, help="Check, show or describe the configuration.")
+workers_app = typer.Typer(no_args_is_help=True, help="Look at the workers of a running gateway.")
+app.add_typer(config_app, name="config")
+app.add_typer(workers_app, name="workers")
+
+ConfigOption = Annotated[str | None, typer.Option("--config", "-c", help="YAML file.")]
+GatewayOption = Annotated[str, typer.Option(help="Base URL of the gateway.")]
+TokenOption = Annotated[
+    str | None, typer.Option(envvar="WARMLANE_ADMIN_TOKEN", help="The admin token, if one is set.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+DEFAULT_GATEWAY = "http://127.0.0.1:8080"
+
+
+class CommandError(Exception):
+    """A command failed; the message is for whoever typed it."""
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks one.")] = None,
+    worker: Annotated[
+        list[str] | None, typer.Option(help="URL of a worker; may be given several times.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model name clients ask for.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder with tokenizer.json and tokenizer_config.json.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="runner, vllm, sglang or openai (default: openai).")
+    ] = None,
+) -> None:
+    """Run the gateway until SIGTERM or Ctrl-C."""
+    flags: dict[Location, Any] = {}
+    if host is not None:
+        flags["server", "host"] = host
+    if port is not None:
+        flags["server", "port"] = port
+    if config is None:
+        flags[("pools",)] = [_pool_from_flags(worker, model, tokenizer, engine)]
+    elif worker or model or tokenizer or engine:
+        raise typer.BadParameter("--worker, --model, --tokenizer and --engine go without --config")
+    settings, _ = load(config, flags=flags)
+    from gateway.serve import serve_forever
+
+    raise typer.Exit(serve_forever(settings))
+
+
+@app.command()
+def demo(
+    once: Annotated[bool, typer.Option("--once", help="Stop after the table.")] = False,
+    port: Annotated[int, typer.Option(help="Port of the gateway.")] = 8080,
+) -> None:
+    """Start two bundled engines and the gateway, send a short workload, print one table."""
+    from gateway.demo import DemoError, run
+
+    try:
+        raise typer.Exit(run(port=port, once=once))
+    except DemoError as error:
+        raise CommandError(str(error)) from error
+
+
+@app.command()
+def explain(
+    file: Annotated[str, typer.Argument(help="A request body as JSON; - reads stdin.")],
+    gateway: GatewayOption = DEFAULT_GATEWAY,
+    token: TokenOption = None,
+) -> None:
+    """Say where a request would go, and why, without sending it."""
+    from gateway.client import post_json
+
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
+        body = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{file}: expected a JSON request body: {error}") from error
+    print(json.dumps(post_json(gateway, "/admin/v1/explain", body, token), indent=2))
+
+
+@workers_app.command("list")
+def workers_list(
+    gateway: GatewayOption = DEFAULT_GATEWAY,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List workers with their mode, health, load and blocks per tier."""
+    from gateway.client import get_json, workers_table
+
+    answer = get_json(gateway, "/admin/v1/workers", token)
+    print(json.dumps(answer, indent=2) if as_json else workers_table(answer["workers"]))
+
+
+@config_app.command("check")
+def config_check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Say whether the configuration can be used; errors name file and line."""
+    from gateway.unsupported import unsupported
+
+    errors: list[str] = []
+    warnings: list[str] = []
+    try:
+        settings, _ = load(config)
+        errors, warnings = unsupported(settings)
+    except ConfigError as error:
+        errors = str(error).splitlines()
+    if as_json:
+        print(json.dumps({"ok": not errors, "errors": errors, "warnings": warnings}, indent=2))
+    else:
+        for line in [*(f"error: {e}" for e in errors), *(f"warning: {w}" for w in warnings)]:
+            print(line, file=sys.stderr)
+        print("not usable" if errors else "ok")
+    if errors:
+        raise typer.Exit(1)
+
+
+@config_app.command("show")
+def config_show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Print every value that holds, and where it comes from."""
+    from gateway.settings import describe
+
+    settings, layered = load(config)
+    rows = describe(settings, layered)
+    if as_json:
+        print(json.dumps([dict(zip(("key", "value", "source"), r, strict=True)) for r in rows]))
+    else:
+        for key, value, source in rows:
+            print(f"{key} = {json.dumps(value)}  # {source}")
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON Schema of the configuration, for editors."""
+    from gateway.config import Settings
+
+    print(json.dumps(Settings.model_json_schema(), indent=2))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code; what went wrong is said on stderr."""
+    try:
+        app(sys.argv[1:] if argv is None else argv, prog_name="warmlane")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
+    except (ConfigError, CommandError, ConnectionError) as error:
+        print(f"warmlane: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _pool_from_flags(
+    workers: list[str] | None, model: str | None, tokenizer: str | None, engine: str | None
+) -> dict[str, Any]:
+    if not workers or model is None:
+        raise typer.BadParameter("expected --config FILE, or --worker URL (repeatable) and --model")
+    pool: dict[str, Any] = {
+        "name": model,
+        "models": [model],
+        "engine": engine or "openai",
+        "workers": [{"id": f"w{i}", "url": url} for i, url in enumerate(workers)],
+    }
+    if tokenizer is not None:
+        pool["tokenizer"] = tokenizer
+    return pool
+
+
+if __name__ == "__main__":
+    sys.exit(main())

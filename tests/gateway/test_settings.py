@@ -1,0 +1,165 @@
+"""Settings: precedence, sources, and errors that point at the place to mend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway.config import Settings, check_worker_url
+from gateway.settings import ConfigError, describe, load
+from gateway.unsupported import unsupported
+
+MINIMAL = """\
+server: {port: 9000}
+pools:
+  - name: chat
+    models: [m]
+    workers:
+      - {id: w0, url: "http://127.0.0.1:8101/"}
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_file(text: str) -> str:
+        path = tmp_path / "config.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write_file
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file(write) -> None:
+    path = write(MINIMAL)
+
+    from_file, _ = load(path, environ={})
+    from_env, _ = load(path, environ={"WARMLANE_SERVER__PORT": "9001"})
+    from_flag, layered = load(
+        path, environ={"WARMLANE_SERVER__PORT": "9001"}, flags={("server", "port"): 9002}
+    )
+
+    assert [s.server.port for s in (from_file, from_env, from_flag)] == [9000, 9001, 9002]
+    sources = {key: source for key, _, source in describe(from_flag, layered)}
+    assert sources["server.port"] == "flag --port"
+    assert sources["server.drain_s"] == "default"
+    assert sources["pools.0.name"] == f"{path}:3"
+
+
+def test_a_trailing_slash_of_a_worker_url_does_not_matter(write) -> None:
+    settings, _ = load(write(MINIMAL), environ={})
+
+    assert settings.pools[0].workers[0].url == "http://127.0.0.1:8101"
+
+
+BROKEN = {
+    "unknown section": (MINIMAL + "colour: blue\n", ":7: colour: unknown key 'colour'"),
+    "unknown nested key": (
+        MINIMAL.replace("models: [m]", "models: [m]\n    modles: [x]"),
+        ":5: pools.0.modles: unknown key 'modles'",
+    ),
+    "wrong type": (MINIMAL.replace("9000", "many"), ":1: server.port: "),
+    "out of range": (MINIMAL.replace("9000", "90000"), ":1: server.port: "),
+    "bare IPv6 worker": (
+        MINIMAL.replace("http://127.0.0.1:8101/", "::1:18001"),
+        ":6: pools.0.workers.0.url: expected http://HOST[:PORT] (an IPv6 host in brackets)",
+    ),
+    "a required key missing": (MINIMAL.replace("models: [m]\n    ", ""), "pools.0.models: is requ"),
+    "no pools": ("server: {}\n", "pools: is required"),
+    "not YAML": ("pools: [", ": not valid YAML"),
+    "a list at the top": ("- 1\n", ":1: expected a mapping of sections, got list"),
+    "a key twice": (MINIMAL + "server: {}\n", ":7: server: stands twice"),
+    "an alias to nowhere": (
+        MINIMAL.replace("models: [m]", "models: [m]\n    aliases: {a: other}"),
+        "alias 'a' points to 'other', expected one of m",
+    ),
+    "the same worker id twice": (
+        MINIMAL + '      - {id: w0, url: "http://h:1"}\n',
+        "these stand twice: w0",
+    ),
+    "a model in two pools": (
+        MINIMAL + "  - {name: other, models: [m]}\n",
+        "a model name belongs to one pool, in several: m",
+    ),
+    "an odd event address": (
+        MINIMAL.replace("8101/", '8101/", kv_events: "127.0.0.1:5'),
+        "expected tcp://HOST:PORT or ipc://PATH",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), BROKEN.values(), ids=BROKEN)
+def test_a_wrong_file_is_refused_with_its_line(write, text: str, expected: str) -> None:
+    path = write(text)
+
+    with pytest.raises(ConfigError) as caught:
+        load(path, environ={})
+
+    assert expected in str(caught.value)
+    assert path in str(caught.value)
+
+
+def test_a_wrong_environment_variable_is_named(write) -> None:
+    with pytest.raises(ConfigError, match="environment variable WARMLANE_SERVER__DRAIN: "):
+        load(write(MINIMAL), environ={"WARMLANE_SERVER__DRAIN": "3"})
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot read"):
+        load(str(tmp_path / "nowhere.yaml"), environ={})
+
+
+GOOD_URLS = [
+    "http://h",
+    "http://h:1",
+    "https://h.example:443",
+    "http://[::1]:18001",
+    "http://[::1]",
+]
+BAD_URLS = ["h:1", "ftp://h", "http://", "http://h:0", "http://h:99999", "::1", "http://::1:80", ""]
+
+
+@pytest.mark.parametrize("url", GOOD_URLS)
+def test_a_worker_url_with_scheme_and_host_is_taken(url: str) -> None:
+    assert check_worker_url(url) == url
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
+def test_any_other_worker_url_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="expected http://HOST"):
+        check_worker_url(url)
+
+
+UNSUPPORTED = {
+    "tenants": "tenants: [{name: acme, key_env: K}]",
+    "routes": "routes: [{match: {tenant: batch}, pool: chat}]",
+    "index.backend": "index: {backend: redis, url: 'redis://h'}",
+    "server.processes": "server: {processes: 2}",
+    "server.tls": "server: {tls: {cert: c.pem, key: k.pem}}",
+    "server.admin_port": "server: {admin_port: 9090}",
+    "routing.mode": "routing: {mode: observe}",
+}
+
+
+@pytest.mark.parametrize(("name", "line"), UNSUPPORTED.items(), ids=UNSUPPORTED)
+def test_a_known_feature_that_is_not_there_yet_is_refused_and_not_ignored(
+    write, name: str, line: str
+) -> None:
+    settings, _ = load(write(MINIMAL.replace("server: {port: 9000}", line)), environ={})
+
+    errors, _ = unsupported(settings)
+
+    assert any(error.startswith(name) for error in errors), errors
+
+
+def test_the_defaults_are_all_supported(write) -> None:
+    settings, _ = load(write(MINIMAL), environ={})
+
+    assert unsupported(settings) == ([], [])
+
+
+def test_the_schema_is_closed_everywhere() -> None:
+    schema = Settings.model_json_schema()
+
+    sections = [schema, *schema["$defs"].values()]
+    assert all(s["additionalProperties"] is False for s in sections if s["type"] == "object")
