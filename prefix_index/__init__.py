@@ -1,6 +1,7 @@
 """Prompts -> tokens -> blocks -> who holds what: the pure core that all products share."""
 
 from prefix_index.blocks import BlockHash, hash_blocks, root_hash, usable_blocks
+from prefix_index.chat import ChatTemplate, TemplateRefusedError
 from prefix_index.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -11,17 +12,26 @@ from prefix_index.events import (
     encode_batch,
 )
 from prefix_index.index import Hit, Index, Tier
+from prefix_index.prompts import Draft, Prompt, PromptReader
+from prefix_index.tokens import PromptTokenizer, TokenizerFilesError
 
 __all__ = [
     "AllBlocksCleared",
     "BlockHash",
     "BlockRemoved",
     "BlockStored",
+    "ChatTemplate",
+    "Draft",
     "EventBatch",
     "EventDecodeError",
     "Hit",
     "Index",
+    "Prompt",
+    "PromptReader",
+    "PromptTokenizer",
+    "TemplateRefusedError",
     "Tier",
+    "TokenizerFilesError",
     "decode_batch",
     "encode_batch",
     "hash_blocks",
