@@ -22,7 +22,16 @@ from gateway.cost import (
     prefill_s,
 )
 
-__all__ = ["Candidate", "CostModel", "Decision", "Estimate", "Reason", "RouteInput", "choose"]
+__all__ = [
+    "Candidate",
+    "CostModel",
+    "Decision",
+    "Estimate",
+    "Reason",
+    "RouteInput",
+    "choose",
+    "is_cold",
+]
 
 # Two costs closer than this are the same number computed in another order.
 TIE = 1e-12
@@ -133,7 +142,7 @@ def choose(request: RouteInput, *, rotation: int = 0) -> Decision:
     """
     eligible = [i for i, c in enumerate(request.candidates) if c.eligible]
     calibrated = all(request.candidates[i].model is not None for i in eligible)
-    credited = _credited(request, eligible)
+    credited = is_cold(request)
     estimates = _estimates(request, credited, in_seconds=calibrated and bool(eligible))
     tied = _least(estimates, eligible)
     if not eligible:
@@ -159,9 +168,9 @@ def choose(request: RouteInput, *, rotation: int = 0) -> Decision:
     )
 
 
-def _credited(request: RouteInput, eligible: list[int]) -> bool:
-    """Whether pending siblings count: only while no worker holds half of the prompt."""
-    best = max((request.candidates[i].hit_tokens for i in eligible), default=0)
+def is_cold(request: RouteInput) -> bool:
+    """Whether pending siblings count: only while no eligible worker holds half of the prompt."""
+    best = max((c.hit_tokens for c in request.candidates if c.eligible), default=0)
     return 2 * best < request.prompt_tokens
 
 
