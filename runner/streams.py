@@ -18,7 +18,7 @@ from runner.errors import GenerationFailedError
 from runner.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from tokenizers import Tokenizer
 
@@ -144,6 +144,11 @@ class Generation:
     ``on_first_token(prompt_tokens, cached_tokens)`` is called once per prompt.
 
     Use as an async context manager: leaving it aborts whatever still runs.
+
+    Attributes:
+        usage: Token counts so far.
+        num_choices: Choices in all.
+        num_unfinished: Choices without a finish reason.
     """
 
     def __init__(
@@ -170,7 +175,7 @@ class Generation:
             for index in range(params.n)
         }
         self._choices = {key: at for at, key in enumerate(self._samples)}
-        self._unfinished = len(self._samples)
+        self.num_choices = self.num_unfinished = len(self._samples)
 
     async def __aenter__(self) -> Generation:
         """Submit every prompt."""
@@ -202,13 +207,13 @@ class Generation:
         for request_id in running:
             self._engine.abort(request_id)
 
-    async def bursts(self) -> AsyncIterator[list[Piece]]:
+    async def bursts(self) -> AsyncGenerator[list[Piece], None]:
         """Yield the pieces as they come until every choice is finished.
 
         Raises:
             GenerationFailedError: If the engine reports an error for any choice.
         """
-        while self._unfinished:
+        while self.num_unfinished:
             pieces = [
                 piece
                 for output in await self._queue.take()
@@ -233,7 +238,7 @@ class Generation:
         self._add_text(sample, output, piece)
         if piece.finish_reason is not None:
             sample.is_finished = True
-            self._unfinished -= 1
+            self.num_unfinished -= 1
         return piece
 
     def _add_text(self, sample: _Sample, output: TokenOutput, piece: Piece) -> None:
