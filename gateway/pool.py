@@ -17,6 +17,7 @@ from gateway.learner import Learner, OutputLength, slowest
 from gateway.mirror import LruMirror
 from gateway.pending import Pending
 from gateway.ring import Ring
+from prefix_index.residency import Residency
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from gateway.upstream import Upstream
     from prefix_index.index import Index
     from prefix_index.prompts import PromptReader
-    from prefix_index.residency import Residency
 
 Mode = Literal["exact", "approximate", "text"]
 
@@ -202,8 +202,6 @@ class Pool:
             return None
         residency = self._residencies.get(worker.id)
         if residency is None:
-            from prefix_index.residency import Residency
-
             capacity_tokens = worker.capacity_tokens or DEFAULT_CAPACITY_TOKENS
             capacity = max(1, capacity_tokens // self.block_size)
             residency = Residency(self.index, worker.id, capacity)
