@@ -23,7 +23,7 @@ MAX_SURPRISE = 2.0
 # Memory of the fit: about 20 observations.
 DECAY = 0.95
 # How many observations the start is worth, so that equal prompts cannot make the fit degenerate.
-PRIOR_WEIGHT = 2.0
+PRIOR_WEIGHT = 0.5
 # Attention against linear prefill work, per context token. Llama 8B on an H100: 3.6e-5, a 135M
 # model: 2.6e-4; the allowed drift covers both.
 ATTENTION_RATIO = 1e-4
