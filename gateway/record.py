@@ -14,8 +14,9 @@ class RequestRecord:
 
     Predictions stand beside their observations; an observation nobody reported is None, never 0.
     All durations are in seconds. ``status`` is the HTTP status sent to the client (499 when the
-    client left before one could be sent). ``queue_s`` is time spent waiting in the gateway, not in
-    the worker.
+    client left before one could be sent). ``outcome`` is that of the last attempt
+    (``dispatch.Outcome``), or, when no worker was asked, ``refused``, ``unavailable`` or
+    ``failed``. ``queue_s`` is time spent waiting in the gateway, not in the worker.
     """
 
     request_id: str
@@ -33,7 +34,7 @@ class RequestRecord:
     predicted_hit_tokens: int = 0
     observed_hit_tokens: int | None = None
     completion_tokens: int | None = None
-    predicted_ttft_s: float = 0.0
+    predicted_ttft_s: float | None = None
     ttft_s: float | None = None
     route_s: float = 0.0
     queue_s: float = 0.0

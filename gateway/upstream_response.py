@@ -72,15 +72,27 @@ class Response:
             UpstreamError: If the connection fails before the body's end, or the body is larger
                 than ``max_bytes``.
         """
+        body = await self.read_up_to(max_bytes)
+        if len(body) > max_bytes or not self.complete:
+            self._connection.fail(MalformedAnswer(f"body is larger than {max_bytes} bytes"))
+            raise MalformedAnswer(f"body is larger than {max_bytes} bytes")
+        return body
+
+    async def read_up_to(self, max_bytes: int) -> bytes:
+        """Return the whole body, or its beginning as soon as that exceeds ``max_bytes``.
+
+        ``complete`` tells which it was; the rest is left to be read.
+
+        Raises:
+            UpstreamError: If the connection fails before either.
+        """
         self._limit_bytes = max_bytes
         self._connection.resume_reading()
-        while not self.complete:
+        while not self.complete and self._buffered_bytes <= max_bytes:
             if self._error is not None:
                 raise self._error
-            if self._buffered_bytes > max_bytes:
-                self._connection.fail(MalformedAnswer(f"body is larger than {max_bytes} bytes"))
-            else:
-                await self.wait()
+            await self.wait()
+        self._limit_bytes = MAX_BUFFERED_BYTES
         return self._take()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
