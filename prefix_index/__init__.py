@@ -1,4 +1,7 @@
-"""Prompts -> tokens -> blocks -> who holds what: the pure core that all products share."""
+"""Prompts -> tokens -> blocks -> who holds what: the pure core that all products share.
+
+The subscriber is imported by its own name, ``prefix_index.subscriber``: it alone needs ZMQ.
+"""
 
 from prefix_index.blocks import BlockHash, hash_blocks, root_hash, usable_blocks
 from prefix_index.chat import ChatTemplate, TemplateRefusedError
@@ -12,7 +15,9 @@ from prefix_index.events import (
     encode_batch,
 )
 from prefix_index.index import Hit, Index, Tier
+from prefix_index.ingest import WorkerFeed
 from prefix_index.prompts import Draft, Prompt, PromptReader
+from prefix_index.residency import Residency
 from prefix_index.tokens import PromptTokenizer, TokenizerFilesError
 
 __all__ = [
@@ -29,9 +34,11 @@ __all__ = [
     "Prompt",
     "PromptReader",
     "PromptTokenizer",
+    "Residency",
     "TemplateRefusedError",
     "Tier",
     "TokenizerFilesError",
+    "WorkerFeed",
     "decode_batch",
     "encode_batch",
     "hash_blocks",
