@@ -4,6 +4,8 @@ What a client gets, always as OpenAI's body and with ``x-request-id``::
 
     GatewayError                 500 api_error
     +-- InvalidRequest           400 invalid_request_error
+    |   +-- Unauthorized         401 authentication_error
+    |   +-- Forbidden            403 permission_error
     |   +-- NotFound             404 not_found_error
     |   |   +-- ModelNotFound    404 not_found_error, code model_not_found
     |   +-- MethodNotAllowed     405
@@ -100,6 +102,20 @@ class InvalidRequest(GatewayError):
     type = "invalid_request_error"
 
 
+class Unauthorized(InvalidRequest):
+    """No valid key or token came with the request."""
+
+    status = 401
+    type = "authentication_error"
+
+
+class Forbidden(InvalidRequest):
+    """Who sends this may not do it."""
+
+    status = 403
+    type = "permission_error"
+
+
 class NotFound(InvalidRequest):
     """No such path."""
 
@@ -184,6 +200,8 @@ _BY_STATUS: dict[int, type[GatewayError]] = {
     cls.status: cls
     for cls in (
         InvalidRequest,
+        Unauthorized,
+        Forbidden,
         NotFound,
         MethodNotAllowed,
         BodyTimeout,

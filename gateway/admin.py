@@ -1,0 +1,185 @@
+"""The operator's endpoints: ``/metrics`` and ``/admin/v1``.
+
+Admin needs the admin token; with no token configured it answers loopback only.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from gateway.body import parse_body, read_body
+from gateway.dispatch import Inbound, explain_json
+from gateway.errors import Forbidden, GatewayError, ModelNotFound, NotFound, Unauthorized
+from gateway.headers import request_id_from
+from gateway.responses import error_response, json_response
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from gateway.body import Surface
+    from gateway.dispatch import Dispatcher
+    from gateway.fleet import Fleet
+    from gateway.limits import Limits
+    from gateway.pool import Pool, Worker
+    from gateway.telemetry import Telemetry
+
+# What Prometheus' text parsers expect.
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Admin:
+    """The handlers; one per process.
+
+    Args:
+        dispatcher: Explains decisions.
+        fleet: Knows the workers.
+        telemetry: Renders the metrics.
+        limits: Bound on bodies.
+        token: Admin token; None answers loopback only.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        fleet: Fleet,
+        telemetry: Telemetry,
+        limits: Limits,
+        token: str | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._fleet = fleet
+        self._telemetry = telemetry
+        self._limits = limits
+        self._token = token
+        self._clock = clock
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes of these endpoints."""
+        return [
+            web.get("/metrics", self.metrics),
+            web.get("/admin/v1/workers", self._guarded(self.workers)),
+            web.post("/admin/v1/workers/{id}/drain", self._guarded(self.drain)),
+            web.post("/admin/v1/explain", self._guarded(self.explain)),
+        ]
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        """``GET /metrics``."""
+        return web.Response(
+            body=self._telemetry.render(), headers={"content-type": METRICS_CONTENT_TYPE}
+        )
+
+    async def workers(self, request: web.Request) -> web.Response:
+        """``GET /admin/v1/workers``: every worker with mode, health, load and index state."""
+        rows = [
+            self._describe(pool, worker)
+            for pool in self._fleet.pools
+            for worker in pool.workers.values()
+        ]
+        return _json(request, {"workers": rows})
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """``POST /admin/v1/workers/{id}/drain``: no new requests there; running ones go on."""
+        worker_id = request.match_info["id"]
+        for pool in self._fleet.pools:
+            if worker_id in pool.workers:
+                pool.drain(worker_id)
+                return _json(request, self._describe(pool, pool.workers[worker_id]))
+        raise NotFound(f"No worker has the id {worker_id!r}; GET /admin/v1/workers lists them.")
+
+    async def explain(self, request: web.Request) -> web.Response:
+        """``POST /admin/v1/explain``: where this request would go, and why; nothing is sent."""
+        body = await read_body(request, self._limits)
+        # The path tells nothing here, so the body does: only completions have a prompt.
+        has_messages = b'"messages"' in body
+        surface: Surface = "completions" if b'"prompt"' in body and not has_messages else "chat"
+        document = parse_body(body, surface)
+        pool = self._dispatcher.pool_for(document["model"])
+        if pool is None:
+            raise ModelNotFound(f"The model {document['model']!r} does not exist.", param="model")
+        inbound = Inbound(
+            surface,
+            document,
+            request.headers,
+            document["model"],
+            request_id=request_id_from(request.headers.get("x-request-id")),
+        )
+        plan = await self._dispatcher.plan(pool, inbound)
+        return _json(request, explain_json(plan, self._dispatcher.choose(plan)))
+
+    def _describe(self, pool: Pool, worker: Worker) -> dict[str, Any]:
+        now_s = self._clock()
+        feed = self._fleet.feeds.get(worker.id)
+        blocks = pool.index.blocks_by_tier(worker.id) if pool.index is not None else {}
+        return {
+            "id": worker.id,
+            "url": worker.url,
+            "pool": pool.name,
+            "mode": worker.mode if pool.reader is not None else "text",
+            "state": _state(worker, now_s),
+            "ready": worker.health.ready and self._fleet.watches[worker.id].checked.is_set(),
+            "in_flight": worker.books.in_flight,
+            "queued_tokens": worker.books.queued_tokens,
+            "blocks": {tier: count for tier, count in blocks.items() if count},
+            "capacity_tokens": worker.capacity_tokens or None,
+            "block_size": worker.block_size,
+            "epoch": worker.epoch,
+            "parity": worker.parity,
+            "event_age_s": None if worker.last_event_s is None else now_s - worker.last_event_s,
+            "gaps": feed.subscriber.gaps if feed else None,
+            "decode_errors": feed.subscriber.decode_errors if feed else None,
+        }
+
+    def _guarded(
+        self, handler: Callable[[web.Request], Awaitable[web.Response]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """Let only operators through, and give their errors the usual shape."""
+
+        async def guarded(request: web.Request) -> web.Response:
+            try:
+                self._check_access(request)
+                return await handler(request)
+            except GatewayError as error:
+                request_id = request_id_from(request.headers.get("x-request-id"))
+                return error_response(error, request_id)
+
+        return guarded
+
+    def _check_access(self, request: web.Request) -> None:
+        if self._token is None:
+            if not _is_loopback(request.remote):
+                raise Forbidden(
+                    "No admin token is configured, so admin endpoints answer loopback only; "
+                    "set server.access.admin_token_env."
+                )
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._token.encode()):
+            raise Unauthorized("The admin token is missing or wrong.")
+
+
+def _state(worker: Worker, now_s: float) -> str:
+    if worker.draining:
+        return "draining"
+    if not worker.health.ready:
+        return "not_ready"
+    breaker = worker.health.breaker(now_s)
+    return "ready" if breaker == "closed" else breaker.value
+
+
+def _is_loopback(address: str | None) -> bool:
+    try:
+        return address is not None and ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _json(request: web.Request, document: object) -> web.Response:
+    headers = [("x-request-id", request_id_from(request.headers.get("x-request-id")))]
+    return json_response(orjson.dumps(document), headers)

@@ -1,0 +1,159 @@
+"""Build the gateway from its settings and run it: the order of starting and stopping is here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import structlog
+
+from gateway.admin import Admin
+from gateway.dispatch import Dispatcher
+from gateway.fleet import Fleet
+from gateway.fleet_metrics import FleetCollector
+from gateway.limits import Limits
+from gateway.server import LIFECYCLE, make_app, serve
+from gateway.settings import ConfigError
+from gateway.telemetry import Telemetry
+from gateway.unsupported import unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiohttp import web
+
+    from gateway.config import ServerConfig, Settings
+    from gateway.record import RequestRecord
+
+
+class Gateway:
+    """Fleet, dispatcher, telemetry and application of one process.
+
+    Args:
+        settings: Validated configuration.
+
+    Raises:
+        ConfigError: If something configured cannot be used.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        errors, self.warnings = unsupported(settings)
+        if errors:
+            raise ConfigError("\n".join(errors))
+        self.settings = settings
+        self.fleet = Fleet(settings)
+        self.dispatcher = Dispatcher(self.fleet.pools, seed=settings.routing.seed)
+        self.telemetry = Telemetry()
+        self.telemetry.register(FleetCollector(self.fleet, self.telemetry, time.monotonic))
+        self.app = self._make_app()
+
+    async def run(self) -> None:
+        """Serve until a signal, then drain and stop everything.
+
+        Raises:
+            OSError: If the address cannot be listened on.
+        """
+        server = self.settings.server
+        self.app[LIFECYCLE].not_ready = "starting"
+        try:
+            await self.fleet.start()
+            self.app[LIFECYCLE].not_ready = ""
+            await serve(self.app, server.host, server.port, drain_s=server.drain_s, ready=_ready)
+        finally:
+            await self.fleet.stop()
+
+    def _make_app(self) -> web.Application:
+        server = self.settings.server
+        limits = _limits(self.settings)
+        admin = Admin(
+            self.dispatcher,
+            self.fleet,
+            self.telemetry,
+            limits,
+            _admin_token(server),
+            time.monotonic,
+        )
+        return make_app(
+            self.dispatcher, observe=self._observe, limits=limits, extra_routes=admin.routes()
+        )
+
+    def _observe(self, record: RequestRecord) -> None:
+        self.telemetry.observe(record)
+        self.fleet.observe(record)
+
+
+def serve_forever(settings: Settings) -> int:
+    """Run the gateway in this process until a signal; return the exit code."""
+    _configure_logs(settings.telemetry.log_level)
+    gateway = Gateway(settings)
+    log = structlog.get_logger("warmlane")
+    for warning in gateway.warnings:
+        log.warning("not_supported", what=warning)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(gateway.run())
+    except OSError as error:
+        raise ConnectionError(f"cannot listen: {error}") from error
+    return 0
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return uvloop's, or None for asyncio's own, which serves as well with more CPU."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def _ready(port: int) -> None:
+    structlog.get_logger("warmlane").info("ready", port=port)
+
+
+def _limits(settings: Settings) -> Limits:
+    server, limits = settings.server, settings.server.limits
+    # One retry policy for the process: the strictest of the pools.
+    retries = [pool.retry for pool in settings.pools]
+    return Limits(
+        body_bytes=server.max_body_mb << 20,
+        head_bytes=limits.head_kb << 10,
+        headers=limits.headers,
+        decompressed_bytes=limits.decompressed_mb << 20,
+        body_s=limits.body_s,
+        idle_s=limits.idle_s,
+        first_byte_s=limits.first_byte_s,
+        request_s=limits.request_s,
+        retry_ratio=min(retry.budget for retry in retries),
+        attempts=min(retry.attempts for retry in retries),
+    )
+
+
+def _admin_token(server: ServerConfig) -> str | None:
+    name = server.access.admin_token_env
+    if name is None:
+        return None
+    token = os.environ.get(name)
+    if not token:
+        raise ConfigError(
+            f"server.access.admin_token_env: the environment variable {name} is not set"
+        )
+    return token
+
+
+def _configure_logs(level: str) -> None:
+    """One JSON line per event on stderr."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
