@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ENV_PREFIX = "WARMLANE_"
+# The bundled runner reads its own variables under this prefix.
+OTHERS_PREFIX = "WARMLANE_RUNNER__"
 Location = tuple[str | int, ...]
 
 
@@ -142,11 +144,11 @@ def _lines(node: yaml.Node | None, at: Location, path: str, out: dict[Location, 
 
 
 def _read_environ(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[Location, str]]:
-    """Take ``WARMLANE_SECTION__KEY`` variables whose first part is a section of Settings."""
+    """Take ``WARMLANE_SECTION__KEY`` variables; values are read as YAML."""
     values: dict[str, Any] = {}
     sources: dict[Location, str] = {}
     for name in sorted(environ):
-        if not name.startswith(ENV_PREFIX) or "__" not in name:
+        if not name.startswith(ENV_PREFIX) or "__" not in name or name.startswith(OTHERS_PREFIX):
             continue
         location: Location = tuple(name[len(ENV_PREFIX) :].lower().split("__"))
         try:

@@ -63,7 +63,7 @@ def _runner_command(ports: list[int], index: int) -> list[str]:
     http, events, replay = ports[3 * index : 3 * index + 3]
     return [
         *(sys.executable, "-m", "runner", "--model", MODEL, "--served-model-name", MODEL),
-        *("--host", "127.0.0.1", "--port", str(http)),
+        *("--host", "127.0.0.1", "--port", str(http), "--dtype", "bfloat16"),
         *("--kv-events", f"tcp://127.0.0.1:{events}", "--kv-replay", f"tcp://127.0.0.1:{replay}"),
     ]
 
