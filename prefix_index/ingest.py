@@ -122,22 +122,45 @@ class WorkerFeed:
             return []
         size = self.block_size = event.block_size
         if size != self._index.block_size or len(event.block_hashes) * size != len(event.token_ids):
+            # Never pair by position: a sliding group lists the last hashes for all tokens.
             self.rejected += 1
             return []
+        identified = self._known_chain(event) or self._new_chain(event)
+        if identified is None:
+            self.orphans += 1
+            self.rejected += self._orphans.add(event)
+            return []
+        hashes, parent = identified
+        self._learn(event.block_hashes, hashes)
+        self._index.store(self._worker, hashes, parent, tier)
+        self.stored += len(hashes)
+        return self._orphans.take(event.block_hashes)
+
+    def _known_chain(self, event: BlockStored) -> tuple[list[BlockHash], BlockHash] | None:
+        """Return hashes and parent of blocks that are all known: one more copy, or a lower tier.
+
+        An engine hash stands for tokens *and* extras. Copies in lower tiers may be described
+        without their extras, and a salted block must stay with its tenant.
+        """
+        hashes = []
+        for engine_hash in event.block_hashes:
+            block = self._known.get(engine_hash)
+            if block is None:
+                return None
+            hashes.append(block)
+        parent = self._index.parent(self._worker, hashes[0])
+        return (hashes, parent) if parent is not None else None
+
+    def _new_chain(self, event: BlockStored) -> tuple[list[BlockHash], BlockHash] | None:
+        """Hash an event's blocks; None if their parent is not known."""
         if event.parent_block_hash is None:
             parent, extras = self._start(event)
         else:
             known = self._known.get(event.parent_block_hash)
             if known is None:
-                self.orphans += 1
-                self.rejected += self._orphans.add(event)
-                return []
+                return None
             parent, extras = known, _extras(event)
-        hashes = _hash(event, extras, parent)
-        self._learn(event.block_hashes, hashes)
-        self._index.store(self._worker, hashes, parent, tier)
-        self.stored += len(hashes)
-        return self._orphans.take(event.block_hashes)
+        return _hash(event, extras, parent), parent
 
     def _start(self, event: BlockStored) -> tuple[BlockHash, list[bytes]]:
         """Return the root of a chain and the typed extras of its blocks, the salt taken out."""

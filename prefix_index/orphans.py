@@ -46,7 +46,7 @@ class Orphans:
     def add(self, event: BlockStored) -> int:
         """Let an event wait for its parent and return how many others were given up for it."""
         parent = event.parent_block_hash
-        assert parent is not None  # noqa: S101  # the caller looked it up in vain
+        assert parent is not None  # the caller looked it up in vain
         orphan = _Orphan(event)
         self._by_parent.setdefault(parent, []).append(orphan)
         self._by_block.update(dict.fromkeys(event.block_hashes, orphan))
