@@ -196,6 +196,12 @@ class BlockPool:
                 if holder is not None and holder in self._cached:
                     self._cached.move_to_end(holder)
 
+    def replace_last(self, blocks: list[int], private: int) -> None:
+        """Swap the shared last block of a table for a private copy; the others keep it."""
+        _require(self.is_shared(blocks[-1]), f"block {blocks[-1]} is not shared")
+        self._references[blocks[-1]] -= 1
+        blocks[-1] = private
+
     def commit(self, blocks: Sequence[int], chain: BlockChain, start: int, end: int) -> None:
         """Make blocks ``start`` to ``end`` of a sequence findable, and announce them.
 
@@ -250,13 +256,17 @@ class BlockPool:
         """Forget all cached blocks; refused (False) while any block is referenced."""
         if self.num_active:
             return False
-        for block in self._cached:
-            self._contents[block] = None
-        self._free.extend(self._cached)
-        self._cached.clear()
-        self._holders.clear()
-        self._events.append(AllBlocksCleared())
+        self.forget_all()
         return True
+
+    def forget_all(self) -> None:
+        """Make every block FREE, whoever references it: for a pool whose books are not sound."""
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._references = [0] * self.num_blocks
+        self._contents = [None] * self.num_blocks
+        self._holders.clear()
+        self._cached.clear()
+        self._events.append(AllBlocksCleared())
 
     def drain_events(self) -> list[Event]:
         """Return the events since the last call, in order."""

@@ -33,7 +33,9 @@ def namespace_key(facts: Mapping[str, object]) -> KvKey:
 def root_key(namespace: KvKey, *, salt: str = "", adapter: str = "") -> KvKey:
     """Return the parent of every first block; other salts and adapters have other roots."""
     parts = b"".join(
-        len(part).to_bytes(8, "little") + part for part in (salt.encode(), adapter.encode())
+        len(part).to_bytes(8, "little") + part
+        # A client's salt may hold lone surrogates, which JSON allows and UTF-8 does not.
+        for part in (salt.encode(errors="surrogatepass"), adapter.encode())
     )
     return hashlib.blake2b(namespace + parts, digest_size=_KEY_BYTES, person=_ROOT).digest()
 
