@@ -84,6 +84,7 @@ class EventSubscriber:
         # Sequence -> payload digest of what came by replay and may still come live.
         self._replayed: dict[int, int] = {}
         self._check = asyncio.Event()
+        self._epoch = 0
 
     @property
     def last_sequence(self) -> int | None:
@@ -92,6 +93,7 @@ class EventSubscriber:
 
     def restart(self) -> None:
         """Begin a new epoch: clear, then replay from 0. From the event loop only."""
+        self._epoch += 1
         self._clear("new epoch")
         self._check.set()
 
@@ -151,9 +153,10 @@ class EventSubscriber:
         if sequence > self._next:
             if self._next:
                 self.gaps += 1
+            epoch = self._epoch
             await self._repair(context)
-            if sequence < self._next:
-                return  # the replay brought it
+            if sequence < self._next or epoch != self._epoch:
+                return  # the replay brought it, or it is of an epoch that is over
             if sequence > self._next:
                 self._clear(f"batches {self._next} to {sequence - 1} are lost")
         self._replayed.clear()

@@ -1,0 +1,101 @@
+"""The model of a worker that sends no events."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefix_index import Hit, Index, Residency, hash_blocks, root_hash
+
+B = 16
+ROOT = root_hash("m")
+
+
+def chain(*ids: int) -> list[bytes]:
+    return hash_blocks(ids, 1, ROOT)
+
+
+def hit(index: Index, hashes: list[bytes]) -> int:
+    return index.match(hashes).get("w", Hit()).gpu // B
+
+
+def test_what_was_routed_to_a_worker_is_predicted_to_be_there() -> None:
+    index = Index(B)
+    residency = Residency(index, "w", 10)
+    residency.touch(chain(1, 2, 3), ROOT)
+    residency.touch(chain(1, 2, 3), ROOT)
+    residency.touch(chain(1, 2, 9), ROOT)
+
+    assert [hit(index, chain(1, 2, 3)), hit(index, chain(1, 2, 9))] == [3, 3]
+    assert index.num_blocks == 4
+
+
+def test_over_capacity_the_least_recently_used_chain_leaves_from_its_end() -> None:
+    index = Index(B)
+    residency = Residency(index, "w", 6)
+    residency.touch(chain(1, 2, 3), ROOT)
+    residency.touch(chain(4, 5, 6), ROOT)
+    residency.touch(chain(1, 2, 3), ROOT)
+    residency.touch(chain(7, 8), ROOT)
+
+    assert [hit(index, c) for c in (chain(1, 2, 3), chain(4, 5, 6), chain(7, 8))] == [3, 1, 2]
+
+
+def test_a_prompt_larger_than_the_cache_is_kept_as_far_as_it_fits() -> None:
+    index = Index(B)
+    Residency(index, "w", 3).touch(chain(1, 2, 3, 4, 5), ROOT)
+
+    assert hit(index, chain(1, 2, 3, 4, 5)) == 3
+
+
+def test_an_observation_corrects_the_model_until_the_next_request_restores_it() -> None:
+    index = Index(B)
+    residency = Residency(index, "w", 10)
+    residency.touch(chain(1, 2, 3, 4), ROOT)
+    index.shorten("w", chain(1, 2, 3, 4), 2)
+
+    assert hit(index, chain(1, 2, 3, 4)) == 2
+
+    residency.touch(chain(1, 2, 3, 4), ROOT)
+
+    assert hit(index, chain(1, 2, 3, 4)) == 4
+
+
+def test_a_restart_forgets_everything() -> None:
+    index = Index(B)
+    residency = Residency(index, "w", 3)
+    residency.touch(chain(1, 2, 3), ROOT)
+    residency.clear()
+
+    assert index.num_blocks == 0
+
+    residency.touch(chain(4, 5), ROOT)
+
+    assert hit(index, chain(4, 5)) == 2
+
+
+def test_a_worker_without_capacity_is_an_error() -> None:
+    with pytest.raises(ValueError, match="positive"):
+        Residency(Index(B), "w", 0)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=30),
+    st.integers(1, 12),
+)
+def test_capacity_holds_and_every_block_kept_is_reachable(
+    prompts: list[list[int]], capacity: int
+) -> None:
+    index = Index(B)
+    residency = Residency(index, "w", capacity)
+    seen: dict[bytes, list[bytes]] = {}
+    for prompt in prompts:
+        blocks = chain(*prompt)
+        residency.touch(blocks, ROOT)
+        seen.update((block, blocks[: at + 1]) for at, block in enumerate(blocks))
+
+        assert index.num_blocks <= capacity
+        assert hit(index, blocks) == min(len(blocks), capacity)
+        held = [path for block, path in seen.items() if index.holds("w", block)]
+        assert all(hit(index, path) == len(path) for path in held)
