@@ -75,7 +75,6 @@ class Plan:
     Attributes:
         pool: Where it may go.
         inbound: The request.
-        key: Its affinity key.
         num_tokens: Prompt tokens, exact if ``prompt`` is there, else estimated.
         prompt: The prompt as the engine will see it; None when it could not be read.
         hashes: Block hashes of the part that can be a hit; None without a prompt.
@@ -85,17 +84,30 @@ class Plan:
 
     pool: Pool
     inbound: Inbound
-    key: AffinityKey
     num_tokens: int
     prompt: Prompt | None = None
     hashes: Sequence[BlockHash] | None = None
     unread: str = ""
-    attempts: int = field(default=0)
+    attempts: int = 0
+    _key: AffinityKey | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> Literal["exact", "estimated"]:
         """Whether ``num_tokens`` is the engine's count."""
         return "estimated" if self.prompt is None else "exact"
+
+    @property
+    def key(self) -> AffinityKey:
+        """The request's affinity key; found when first asked for, since warm prompts need none."""
+        if self._key is None:
+            inbound = self.inbound
+            self._key = affinity_key(
+                inbound.body,
+                inbound.headers,
+                tenant=inbound.tenant,
+                kinds=self.pool.affinity_keys,
+            )
+        return self._key
 
     @property
     def home(self) -> list[str]:
@@ -130,27 +142,23 @@ class Dispatcher:
         return self._by_model.get(model)
 
     async def plan(self, pool: Pool, inbound: Inbound) -> Plan:
-        """Read a request's prompt and key; never fails because of the prompt.
+        """Read a request's prompt; never fails because of the prompt.
 
         Mutates nothing but the reader's memory of known text and the count of unread prompts.
         """
-        key = affinity_key(
-            inbound.body, inbound.headers, tenant=inbound.tenant, kinds=pool.affinity_keys
-        )
         if pool.reader is None:
-            return Plan(pool, inbound, key, _estimate_tokens(inbound.body), unread="no_tokenizer")
+            return Plan(pool, inbound, _estimate_tokens(inbound.body), unread="no_tokenizer")
         try:
             prompt = await _read(pool.reader, inbound)
         except (TemplateRefusedError, TypeError, ValueError) as error:
             reason = type(error).__name__
             pool.unread_prompts[reason] += 1
-            return Plan(pool, inbound, key, _estimate_tokens(inbound.body), unread=reason)
+            return Plan(pool, inbound, _estimate_tokens(inbound.body), unread=reason)
         usable = usable_blocks(prompt.num_tokens, prompt.block_size)
         hashes = prompt.block_hashes
         return Plan(
             pool,
             inbound,
-            key,
             prompt.num_tokens,
             prompt,
             hashes if len(hashes) <= usable else hashes[:usable],
@@ -168,7 +176,7 @@ class Dispatcher:
             now_s=self._clock(),
             prompt_tokens=plan.num_tokens,
             hashes=plan.hashes,
-            ring_key=plan.key.ring_key,
+            ring_key=lambda: plan.key.ring_key,
             exclude=exclude,
         )
         self._rotation += 1

@@ -57,6 +57,11 @@ class Health:
             return Breaker.CLOSED
         return Breaker.OPEN if now_s < self._open_until_s else Breaker.HALF_OPEN
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it is worth asking ``ready`` and ``may_route``: cheap, for every request."""
+        return self._open_until_s is not None or not self.ready
+
     def may_route(self, now_s: float) -> bool:
         """Whether the breaker lets a request through: one at a time while half-open."""
         if self._open_until_s is None:

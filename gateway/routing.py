@@ -140,43 +140,50 @@ def choose(request: RouteInput, *, rotation: int = 0) -> Decision:
         request: Prompt and candidates.
         rotation: Breaks exact ties: the caller counts it up from request to request.
     """
-    eligible = [i for i, c in enumerate(request.candidates) if c.eligible]
-    calibrated = all(request.candidates[i].model is not None for i in eligible)
-    credited = is_cold(request)
-    estimates = _estimates(request, credited, in_seconds=calibrated and bool(eligible))
+    candidates = request.candidates
+    eligible = [i for i, c in enumerate(candidates) if c.eligible]
+    # One unknown speed among the eligible puts all of them into the unit that needs none.
+    calibrated = None not in [candidates[i].model for i in eligible]
+    cold = is_cold(request)
+    estimates = _estimates(request, credited=cold, in_seconds=calibrated)
     tied = _least(estimates, eligible)
+    ttft_s = None
     if not eligible:
-        chosen, reason = None, Reason.NO_CANDIDATE
+        chosen, reason = -1, Reason.NO_CANDIDATE
     elif len(eligible) == 1:
         chosen, reason = eligible[0], Reason.ONLY_CANDIDATE
     elif request.mode != "cost":
         chosen, reason = _by_ring(request, eligible)
     else:
-        chosen, reason = _by_cost(request, eligible, estimates, tied, credited, rotation)
-    known = calibrated and chosen is not None
+        chosen, reason = _by_cost(
+            request, eligible, estimates, tied[rotation % len(tied)], cold, calibrated
+        )
+    if eligible and calibrated:
+        ttft_s = estimates[chosen].ttft_s
     return Decision(
-        worker=None if chosen is None else estimates[chosen].worker,
-        reason=reason,
-        source="" if chosen is None else request.candidates[chosen].source,
-        hit_tokens=0 if chosen is None else estimates[chosen].hit_tokens,
-        ttft_s=estimates[chosen].ttft_s if known and chosen is not None else None,
-        unit="seconds" if calibrated else "token_requests",
-        tied=[estimates[i].worker for i in tied],
-        candidates=estimates,
-        input=request,
-        rotation=rotation,
+        estimates[chosen].worker if eligible else None,
+        reason,
+        candidates[chosen].source if eligible else "",
+        estimates[chosen].hit_tokens if eligible else 0,
+        ttft_s,
+        "seconds" if calibrated else "token_requests",
+        [estimates[i].worker for i in tied],
+        estimates,
+        request,
+        rotation,
     )
 
 
 def is_cold(request: RouteInput) -> bool:
     """Whether pending siblings count: only while no eligible worker holds half of the prompt."""
-    best = max((c.hit_tokens for c in request.candidates if c.eligible), default=0)
+    best = max([c.hit_tokens for c in request.candidates if c.eligible], default=0)
     return 2 * best < request.prompt_tokens
 
 
-def _estimates(request: RouteInput, credited: bool, *, in_seconds: bool) -> list[Estimate]:
-    """Price all candidates in one unit: one unknown speed among the eligible decides for all."""
+def _estimates(request: RouteInput, *, credited: bool, in_seconds: bool) -> list[Estimate]:
+    """Price all candidates in one unit."""
     estimates = []
+    prompt_tokens = request.prompt_tokens
     for c in request.candidates:
         hit = c.hit_tokens
         if credited and c.pending_tokens > hit:
@@ -186,14 +193,12 @@ def _estimates(request: RouteInput, credited: bool, *, in_seconds: bool) -> list
                 c,
                 c.model,
                 now_s=request.now_s,
-                prompt_tokens=request.prompt_tokens,
+                prompt_tokens=prompt_tokens,
                 hit_tokens=hit,
                 output_tokens=request.output_tokens,
             )
         else:
-            estimate = estimate_token_requests(
-                c, prompt_tokens=request.prompt_tokens, hit_tokens=hit
-            )
+            estimate = estimate_token_requests(c, prompt_tokens=prompt_tokens, hit_tokens=hit)
         estimates.append(estimate)
     return estimates
 
@@ -215,30 +220,39 @@ def _by_cost(
     request: RouteInput,
     eligible: list[int],
     estimates: list[Estimate],
-    tied: list[int],
-    credited: bool,
-    rotation: int,
+    least: int,
+    cold: bool,
+    calibrated: bool,
 ) -> tuple[int, Reason]:
-    least = estimates[tied[0]].cost
-    calibrated = all(request.candidates[i].model is not None for i in eligible)
-    if credited:
-        sibling = _sibling(request, eligible, estimates, least, calibrated=calibrated)
+    """Take the least cost, unless a sibling's worker or the home is as good for the fleet."""
+    if cold:
+        sibling = _sibling(request, eligible, estimates, estimates[least].cost, calibrated)
         if sibling is not None:
             return sibling, Reason.SIBLING
-    longest = max(estimates[i].hit_tokens for i in eligible)
+    longest = max([estimates[i].hit_tokens for i in eligible])
     if 4 * longest < request.prompt_tokens:
-        near = NEAR_RATIO * least
-        limit = least + (min(near, NEAR_S) if calibrated else near)
-        close = {estimates[i].worker: i for i in eligible if estimates[i].cost <= limit}
-        for worker in request.home:
-            if worker in close:
-                return close[worker], Reason.HOME
-    chosen = tied[rotation % len(tied)]
+        home = _home(request, eligible, estimates, estimates[least].cost, calibrated)
+        if home is not None:
+            return home, Reason.HOME
     if not calibrated:
-        return chosen, Reason.UNCALIBRATED
-    if estimates[chosen].hit_tokens and estimates[chosen].hit_tokens == longest:
-        return chosen, Reason.LONGEST_PREFIX
-    return chosen, Reason.LEAST_COST
+        return least, Reason.UNCALIBRATED
+    if longest and estimates[least].hit_tokens == longest:
+        return least, Reason.LONGEST_PREFIX
+    return least, Reason.LEAST_COST
+
+
+def _home(
+    request: RouteInput,
+    eligible: list[int],
+    estimates: list[Estimate],
+    least: float,
+    calibrated: bool,
+) -> int | None:
+    """Return the first home worker whose cost is nearly the least."""
+    near = NEAR_RATIO * least
+    limit = least + (min(near, NEAR_S) if calibrated else near)
+    close = {estimates[i].worker: i for i in eligible if estimates[i].cost <= limit}
+    return next((close[worker] for worker in request.home if worker in close), None)
 
 
 def _sibling(
@@ -246,7 +260,6 @@ def _sibling(
     eligible: list[int],
     estimates: list[Estimate],
     least: float,
-    *,
     calibrated: bool,
 ) -> int | None:
     """Return the worker that computes at least half of this prompt, unless it has become too dear.
