@@ -229,8 +229,9 @@ class PromptReader:
             raise TemplateRefusedError("chat_template_kwargs must be an object")
         if body.get("reasoning_effort") is not None:
             kwargs = {"reasoning_effort": body["reasoning_effort"], **kwargs}
+        messages: Any = body.get("messages")  # checked by the template
         return self._template.render(
-            body.get("messages", ()),
+            messages,
             tools=body.get("tools"),
             add_generation_prompt=bool(body.get("add_generation_prompt", True)),
             continue_final_message=bool(body.get("continue_final_message", False)),

@@ -74,6 +74,8 @@ class PromptTokenizer:
             config = (
                 json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
             )
+            if not isinstance(config, dict):
+                raise TypeError("tokenizer_config.json is not an object")
             template_file = path / "chat_template.jinja"
             if template_file.exists():
                 config["chat_template"] = template_file.read_text(encoding="utf-8")
