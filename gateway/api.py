@@ -125,7 +125,7 @@ class Api:
         started_s = self._clock()
         record = RequestRecord(_request_id(request), surface)
         task = asyncio.current_task()
-        assert task is not None  # noqa: S101  # handlers run in tasks
+        assert task is not None  # handlers run in tasks
         self._lifecycle.enter(task)
         try:
             return await self._serve(request, surface, record, started_s)

@@ -143,7 +143,7 @@ class Listener:
         loop = asyncio.get_running_loop()
 
         def connection() -> ClientConnection:
-            assert runner.server is not None  # noqa: S101  # set by setup
+            assert runner.server is not None  # set by setup
             return ClientConnection(
                 runner.server,
                 loop=loop,

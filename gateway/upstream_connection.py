@@ -87,7 +87,8 @@ class Connection(asyncio.Protocol):
             transport.write(head)
             transport.write(body)
         try:
-            while not self.head_done and response.error is None:
+            # The state of this connection may already be that of its next exchange.
+            while not response.status and response.error is None:
                 await response.wait()
         except BaseException:
             response.close()

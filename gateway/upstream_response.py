@@ -86,8 +86,9 @@ class Response:
         Raises:
             UpstreamError: If the connection fails before either.
         """
-        self._limit_bytes = max_bytes
-        self._connection.resume_reading()
+        if not self.complete:
+            self._limit_bytes = max_bytes
+            self._connection.resume_reading()
         while not self.complete and self._buffered_bytes <= max_bytes:
             if self._error is not None:
                 raise self._error

@@ -122,6 +122,20 @@ async def test_sequential_requests_share_a_connection_and_concurrent_ones_do_not
     assert engine.num_connections == upstream.num_idle == 2
 
 
+async def test_a_connection_may_be_taken_before_its_last_answer_was_read(
+    engine: RawEngine, upstream: Upstream
+) -> None:
+    async def several(name: bytes) -> None:
+        for _ in range(20):
+            assert await post(upstream, name) == (200, b"{}")
+
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(several(b"%d" % i) for i in range(16)))
+
+    assert len(engine.seen) == 320
+    assert engine.num_connections <= 16
+
+
 async def test_connection_close_is_obeyed(engine: RawEngine, upstream: Upstream) -> None:
     engine.scripts.append(answer(b"a", 200, "connection: close"))
     await post(upstream)
