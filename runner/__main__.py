@@ -31,14 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: RunnerConfig) -> int:
-    # Not above: torch takes seconds to import, and `--help` and usage errors need none of it.
-    from runner.arch import UnsupportedModelError
-    from runner.gguf import GgufError
+    # Not above: `--help` and usage errors need none of these, and they take a while to import.
     from runner.logs import configure
-    from runner.publisher import PublisherError
-    from runner.serve import ModelMissingError, load
-    from runner.tokenizer import TokenizerError
-    from runner.weights import WeightsError
+    from runner.serve import StartError, load
 
     configure(config.log_level)
     try:
@@ -46,10 +41,7 @@ def _run(config: RunnerConfig) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except (
-        *(ModelMissingError, WeightsError, UnsupportedModelError, TokenizerError, GgufError),
-        *(PublisherError, OSError),
-    ) as error:
+    except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     return asyncio.run(_serve(runner, config))
@@ -68,6 +60,7 @@ async def _serve(runner: Runner, config: RunnerConfig) -> int:
     log.info(
         "ready",
         url=runner.url,
+        port=runner.port,
         model=facts.name,
         dtype=config.dtype,
         max_model_len=facts.max_model_len,

@@ -36,9 +36,30 @@ class FetchError(RuntimeError):
     """The weights could not be made available; the message says why and what to do."""
 
 
+class ModelMissingError(RuntimeError):
+    """There is no model at the given place; the message says how to get one."""
+
+
 def models_dir() -> Path:
     """Return the folder that holds models: ``WARMLANE_MODELS_DIR``, else ``models``."""
     return Path(os.environ.get("WARMLANE_MODELS_DIR") or "models")
+
+
+def model_path(model: str) -> Path:
+    """Return where the files of ``model`` are: the demo model's name, a folder or a file.
+
+    Raises:
+        ModelMissingError: If they are not there.
+    """
+    if model == MODEL_NAME:
+        folder = models_dir() / MODEL_NAME
+        if not is_complete(folder):
+            raise ModelMissingError(missing_weights_message(folder))
+        return folder
+    path = Path(model)
+    if not path.exists():
+        raise ModelMissingError(f"no model at {path}: neither a folder nor a .gguf file")
+    return path
 
 
 def missing_weights_message(folder: Path) -> str:

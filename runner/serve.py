@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
 from tokenizers import Tokenizer
 
-from runner.config import DEFAULT_MODEL, ConfigError, RunnerConfig, pool_tokens
+from runner.config import ConfigError, RunnerConfig, pool_tokens
 from runner.detokenizer import TokenTexts
-from runner.engine import Engine
-from runner.fetch import is_complete, missing_weights_message, models_dir
+from runner.fetch import ModelMissingError, model_path
+from runner.gguf import GgufError
 from runner.metrics import RunnerMetrics
-from runner.publisher import EventPublisher
-from runner.server import HttpServer, bind
+from runner.publisher import EventPublisher, PublisherError
+from runner.server import AddressError, HttpServer, bind
 from runner.service import ModelFacts, PromptPipeline, Service
-from runner.tokenizer import read_tokenizer
+from runner.tokenizer import TokenizerError, TokenizerFiles, read_tokenizer
 from runner.types import EngineConfig
-from runner.weights import load_model
 
 if TYPE_CHECKING:
     import socket
+    from pathlib import Path
 
+    from runner.engine import Engine
     from runner.model import Model
 
 # Requests that outlive the drain have had their chance; the engine only finishes its step.
@@ -32,8 +33,8 @@ ENGINE_STOP_TIMEOUT_S = 5.0
 log = structlog.get_logger(__name__)
 
 
-class ModelMissingError(RuntimeError):
-    """There is no model at the given place; the message says how to get one."""
+class StartError(RuntimeError):
+    """This runner cannot start; the message tells an operator why and what to do."""
 
 
 @dataclass(slots=True)
@@ -41,6 +42,7 @@ class Runner:
     """A loaded runner. ``start``, ``drain`` and ``stop`` belong to one event loop."""
 
     url: str
+    port: int
     engine: Engine
     service: Service
     server: HttpServer
@@ -69,60 +71,52 @@ def load(config: RunnerConfig) -> Runner:
     """Take the ports and load the model; nothing is served yet.
 
     Raises:
-        ModelMissingError: If there is no model at ``config.model``.
+        StartError: If the model is missing or unusable, or an address cannot be taken.
         ConfigError: If a size does not fit the model.
-        OSError, PublisherError: If an address cannot be taken.
-        WeightsError, UnsupportedModelError, TokenizerError, GgufError: If its files are unusable.
     """
-    path = model_path(config.model)
-    bound = bind(config.host, config.port)
-    publisher = None
     try:
-        if config.kv_events is not None:
-            topic = f"kv@{config.name}"
-            publisher = EventPublisher(config.kv_events, config.kv_replay, topic=topic)
-        return _assemble(config, path, bound, publisher)
-    except BaseException:
-        bound.close()
-        if publisher is not None:
-            publisher.close()
-        raise
+        path = model_path(config.model)
+        with ExitStack() as opened:
+            bound = bind(config.host, config.port)
+            opened.callback(bound.close)
+            publisher = None
+            if config.kv_events is not None:
+                topic = f"kv@{config.name}"
+                publisher = EventPublisher(config.kv_events, config.kv_replay, topic=topic)
+                opened.callback(publisher.close)
+            # Only now, since torch takes seconds to import and a taken port must not wait for it.
+            files, model = _read_model(config, path)
+            runner = _assemble(config, path, files, model, bound, publisher)
+            opened.pop_all()
+    except (ModelMissingError, AddressError, PublisherError) as error:
+        raise StartError(str(error)) from error
+    return runner
 
 
-def model_path(model: str) -> Path:
-    """Return where the model's files are.
+def _read_model(config: RunnerConfig, path: Path) -> tuple[TokenizerFiles, Model]:
+    try:
+        files = read_tokenizer(path)
+    except (TokenizerError, GgufError, OSError) as error:
+        raise StartError(str(error)) from error
 
-    Raises:
-        ModelMissingError: If they are not there.
-    """
-    if model == DEFAULT_MODEL:
-        folder = models_dir() / DEFAULT_MODEL
-        if not is_complete(folder):
-            raise ModelMissingError(missing_weights_message(folder))
-        return folder
-    path = Path(model)
-    if not path.exists():
-        raise ModelMissingError(f"no model at {path}: neither a folder nor a .gguf file")
-    return path
+    from runner.arch import UnsupportedModelError
+    from runner.weights import WeightsError, load_model
+
+    try:
+        return files, load_model(path, config.dtype, config.threads)
+    except (WeightsError, UnsupportedModelError, OSError) as error:
+        raise StartError(str(error)) from error
 
 
 def _assemble(
-    config: RunnerConfig, path: Path, bound: socket.socket, publisher: EventPublisher | None
+    config: RunnerConfig,
+    path: Path,
+    files: TokenizerFiles,
+    model: Model,
+    bound: socket.socket,
+    publisher: EventPublisher | None,
 ) -> Runner:
-    files = read_tokenizer(path)
-    model = load_model(path, config.dtype, config.threads)
-    tokens, max_model_len = _limits(config, model)
-    sizes = EngineConfig(
-        block_size=config.block_size, pool_tokens=tokens, max_model_len=max_model_len
-    )
-    engine = Engine(model, sizes, publisher.publish if publisher is not None else None)
-    facts = ModelFacts(
-        name=config.name,
-        root=str(path),
-        max_model_len=max_model_len,
-        vocab_size=model.config.vocab_size,
-        block_size=config.block_size,
-    )
+    engine, facts = _make_engine(config, path, model, publisher)
     host, port = bound.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     detokenizer = Tokenizer.from_str(files.tokenizer_json)
@@ -136,7 +130,30 @@ def _assemble(
         metrics=RunnerMetrics(model=facts.name, worker=address, stats=engine.stats),
         publisher=publisher,
     )
-    return Runner(f"http://{address}", engine, service, HttpServer(service, bound), publisher)
+    return Runner(f"http://{address}", port, engine, service, HttpServer(service, bound), publisher)
+
+
+def _make_engine(
+    config: RunnerConfig, path: Path, model: Model, publisher: EventPublisher | None
+) -> tuple[Engine, ModelFacts]:
+    from runner.engine import Engine
+
+    tokens, max_model_len = _limits(config, model)
+    sizes = EngineConfig(
+        block_size=config.block_size, pool_tokens=tokens, max_model_len=max_model_len
+    )
+    try:
+        engine = Engine(model, sizes, publisher.publish if publisher is not None else None)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    facts = ModelFacts(
+        name=config.name,
+        root=str(path),
+        max_model_len=max_model_len,
+        vocab_size=model.config.vocab_size,
+        block_size=config.block_size,
+    )
+    return engine, facts
 
 
 def _limits(config: RunnerConfig, model: Model) -> tuple[int, int]:

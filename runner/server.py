@@ -34,23 +34,30 @@ def build_app(service: Service) -> web.Application:
     return app
 
 
+class AddressError(RuntimeError):
+    """The address to listen on is unknown or taken; the message names it."""
+
+
 def bind(host: str, port: int) -> socket.socket:
     """Take an address without listening on it yet: early connections are refused, not hung.
 
     Raises:
-        OSError: If the name is unknown or the address is taken.
+        AddressError: If that is not possible.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    bound = socket.socket(family, kind, protocol)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise AddressError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     try:
         # A restarted process must not wait for the old one's connections to time out.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError:
+    except OSError as error:
         bound.close()
-        raise
+        raise AddressError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return bound
 
 
