@@ -106,7 +106,7 @@ def rotate_(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up. Shapes: [rows, 2 * ffn] -> [rows, ffn]."""
-    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate_up.view(gate_up.shape[0], 2, -1).unbind(1)
     return functional.silu(gate).mul_(up)
 
 

@@ -52,12 +52,13 @@ class WeightsError(RuntimeError):
     """The model cannot be loaded; the message says what was looked for and what to do."""
 
 
-class _TensorSource(Protocol):
+class TensorSource(Protocol):
     """Tensors by safetensors name, as float32."""
 
     names: frozenset[str]
 
-    def read(self, name: str) -> torch.Tensor: ...
+    def read(self, name: str) -> torch.Tensor:
+        """Return a fresh tensor; KeyError if there is none of that name."""
 
 
 def load_model(path: Path, dtype: str, threads: int) -> Model:
@@ -76,7 +77,7 @@ def load_model(path: Path, dtype: str, threads: int) -> Model:
         raise WeightsError(f"dtype {dtype} is not supported; use one of {', '.join(DTYPES)}")
     _set_threads(threads)
     try:
-        config, source = _open(Path(path))
+        config, source = open_weights(Path(path))
         return _build(config, source, DTYPES[dtype])
     except (GgufError, KeyError) as error:
         raise WeightsError(f"cannot read the model at {path}: {error}") from error
@@ -92,7 +93,13 @@ def _set_threads(threads: int) -> None:
             return
 
 
-def _open(path: Path) -> tuple[ModelConfig, _TensorSource]:
+def open_weights(path: Path) -> tuple[ModelConfig, TensorSource]:
+    """Open a model's files without loading them; ``path`` as in ``load_model``.
+
+    Raises:
+        WeightsError: If they are missing.
+        UnsupportedModelError: If they hold a model of another kind.
+    """
     gguf = path if path.suffix == ".gguf" else path / "model.gguf"
     if gguf.is_file():
         file = GgufFile(gguf)
@@ -166,7 +173,7 @@ class _SafetensorsSource:
         return tensor.float()
 
 
-def _build(config: ModelConfig, source: _TensorSource, dtype: torch.dtype) -> Model:
+def _build(config: ModelConfig, source: TensorSource, dtype: torch.dtype) -> Model:
     taken: set[str] = set()
     fingerprint = hashlib.sha256(repr(config).encode())
 

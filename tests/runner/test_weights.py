@@ -1,0 +1,139 @@
+"""Loading models: both formats give the same model, other kinds are refused with reasons."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runner.arch import UnsupportedModelError, config_from_gguf, config_from_hf
+from runner.batch import Chunk
+from runner.model import Model
+from runner.weights import WeightsError, load_model
+
+
+def last_logits(model: Model, prompt: list[int]) -> torch.Tensor:
+    pool = model.new_pool(4, 16)
+    logits, _ = model.forward([Chunk(prompt, 0, [0, 1, 2, 3], True)], pool)
+    return logits[0]
+
+
+def test_a_missing_model_says_how_to_get_the_weights(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"`make weights` or `python -m runner\.fetch`"):
+        load_model(tmp_path / "nowhere", "float32", 1)
+
+
+def test_an_unknown_dtype_is_refused_with_the_supported_ones(tiny_dir: Path) -> None:
+    with pytest.raises(WeightsError, match="int4 is not supported; use one of float32, bfloat16"):
+        load_model(tiny_dir, "int4", 1)
+
+
+def test_a_damaged_gguf_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+
+    with pytest.raises(WeightsError, match=r"model\.gguf"):
+        load_model(tmp_path, "float32", 1)
+
+
+def test_a_missing_shard_is_named(tiny_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
+
+    with pytest.raises(WeightsError, match=r"model\.safetensors"):
+        load_model(tmp_path, "float32", 1)
+
+
+def test_shards_load_like_one_file(tiny_dir: Path, tmp_path: Path, tiny: Model) -> None:
+    tensors = load_file(tiny_dir / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for shard, part in parts.items():
+        save_file({name: tensors[name] for name in part}, tmp_path / shard)
+    index = {"weight_map": {name: shard for shard, part in parts.items() for name in part}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(tiny_dir / "config.json", tmp_path)
+
+    sharded = load_model(tmp_path, "float32", 1)
+
+    prompt = [3, 14, 15, 92]
+    assert torch.equal(last_logits(sharded, prompt), last_logits(tiny, prompt))
+    assert sharded.fingerprint == tiny.fingerprint
+
+
+def test_a_gguf_file_alone_and_in_its_folder_are_the_same_model(
+    smollm2_dir: Path, smollm2: Model
+) -> None:
+    assert load_model(smollm2_dir / "model.gguf", "float32", 1).fingerprint == smollm2.fingerprint
+    assert smollm2.config.eos_token_ids == (2,)
+    assert smollm2.config.context_tokens == 8192
+
+
+def test_other_weights_have_another_fingerprint(
+    tiny_dir: Path, tmp_path: Path, tiny: Model
+) -> None:
+    shutil.copytree(tiny_dir, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tiny_dir / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    assert load_model(tmp_path, "float32", 1).fingerprint != tiny.fingerprint
+
+
+def test_a_tensor_nobody_computes_with_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_dir, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tiny_dir / "model.safetensors")
+    tensors["model.layers.0.mlp.experts.0.weight"] = torch.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(UnsupportedModelError, match="experts"):
+        load_model(tmp_path, "float32", 1)
+
+
+def hf_config(**changes: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 10,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "max_position_embeddings": 64,
+    } | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM; this runner computes Llama"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "yarn"),
+        ({"num_key_value_heads": 3}, "2 query heads do not share 3 KV heads"),
+    ],
+    ids=["architecture", "activation", "rope", "heads"],
+)
+def test_what_cannot_be_computed_rightly_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        config_from_hf(hf_config(**changes), {})
+
+
+def test_a_sliding_window_bounds_the_context() -> None:
+    assert config_from_hf(hf_config(sliding_window=32), {}).context_tokens == 32
+    config = hf_config(sliding_window=32, use_sliding_window=False)
+    assert config_from_hf(config, {}).context_tokens == 64
+
+
+def test_the_generation_config_decides_the_end_tokens() -> None:
+    config = hf_config(eos_token_id=3)
+
+    assert config_from_hf(config, {}).eos_token_ids == (3,)
+    assert config_from_hf(config, {"eos_token_id": [4, 5]}).eos_token_ids == (4, 5)
+
+
+def test_a_foreign_gguf_architecture_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="mamba; this runner computes llama"):
+        config_from_gguf({"general.architecture": "mamba"}, 10)
