@@ -138,8 +138,8 @@ class _Job:
             pieces = await anext(bursts)
             await response.prepare(request)
             try:
-                await response.write(_events(shape.opening(generation.num_choices)))
-                await response.write(self._chunks(shape, pieces))
+                opening = _events(shape.opening(generation.num_choices))
+                await response.write(opening + self._chunks(shape, pieces))
                 async for pieces in bursts:
                     await response.write(self._chunks(shape, pieces))
                 ending = [shape.usage_chunk(generation.usage)] if self.wanted.include_usage else []

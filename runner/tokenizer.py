@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from runner.gguf import GgufFile
 
@@ -124,7 +124,13 @@ def from_gguf(metadata: Mapping[str, Any]) -> TokenizerFiles:
         if token_type == CONTROL_TOKEN_TYPE
     ]
     tokenizer.add_special_tokens(controls)
-    return TokenizerFiles(tokenizer.to_str(), _gguf_config(metadata, tokens))
+    config = _gguf_config(metadata, tokens)
+    if config["add_bos_token"]:
+        bos = config["bos_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, metadata["tokenizer.ggml.bos_token_id"])]
+        )
+    return TokenizerFiles(tokenizer.to_str(), config)
 
 
 def _gguf_config(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:

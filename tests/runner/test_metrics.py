@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from runner.metrics import WINDOW_S, RunnerMetrics
 from runner.types import EngineStats
+
+CAPTURE = Path(__file__).parents[1] / "data" / "vllm-metrics-0.32.0.txt"
 
 STATS = EngineStats(
     num_running=3,
@@ -205,3 +208,33 @@ def test_an_engine_without_blocks_divides_by_nothing() -> None:
     )
 
     assert samples(metrics)["vllm:kv_cache_usage_perc"][0][1] == 0
+
+
+def test_vllm_names_have_the_types_labels_and_buckets_vllm_gives_them(
+    metrics: RunnerMetrics,
+) -> None:
+    metrics.first_token(0.1, 64, 0)
+
+    def described(text: str) -> dict[str, tuple[str, set[tuple[str, ...]]]]:
+        return {
+            family.name: (
+                family.type,
+                {
+                    (sample.name, *sorted(sample.labels), sample.labels.get("le", ""))
+                    for sample in family.samples
+                },
+            )
+            for family in text_string_to_metric_families(text)
+            if family.name.startswith("vllm:") and not family.name.endswith("_created")
+        }
+
+    ours = described(metrics.render().decode())
+    theirs = described(CAPTURE.read_text())
+    # vLLM's configuration has labels that mean nothing here; routers read these two.
+    kind, info = ours.pop("vllm:cache_config_info")
+    assert (kind, *info) == (
+        "gauge",
+        ("vllm:cache_config_info", "block_size", "engine", "model_name", "num_gpu_blocks", ""),
+    )
+    assert len(ours) >= 10
+    assert {name: theirs[name] for name in ours} == ours

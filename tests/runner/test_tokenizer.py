@@ -1,16 +1,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from runner.gguf import GgufFile
+from runner.service import ModelFacts, PromptPipeline
 from runner.tokenizer import TokenizerError, from_gguf, read_tokenizer
 
-if TYPE_CHECKING:
-    from pathlib import Path
+CAPTURES = Path(__file__).parents[1] / "data" / "vllm-kv-events"
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +114,43 @@ def test_an_unknown_vocabulary_is_named_with_the_way_out(metadata: dict[str, Any
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="no tokenizer"):
         read_tokenizer(tmp_path)
+
+
+def captured_prompts() -> list[tuple[str, dict[str, Any], list[int]]]:
+    """Path, body and prompt ids of every request that vLLM answered for this model."""
+    found = []
+    for file in sorted(CAPTURES.glob("vllm0.32-*.jsonl")):
+        entries = [json.loads(line) for line in file.read_text().splitlines()]
+        if entries[0]["model"] != "SmolLM2-135M-Instruct":
+            continue
+        asked = {entry["label"]: entry for entry in entries if entry["kind"] == "request"}
+        for entry in entries:
+            if entry["kind"] == "response" and entry.get("prompt_token_ids"):
+                request = asked[entry["label"]]
+                found.append((request["path"], request["body"], entry["prompt_token_ids"]))
+    return found
+
+
+async def test_prompts_get_the_ids_that_vllm_gave_them(smollm2_dir: Path) -> None:
+    facts = ModelFacts("smollm2", "", 8192, 49_152, 16)
+    prompts = PromptPipeline(read_tokenizer(smollm2_dir), facts)
+    captured = captured_prompts()
+    assert len([path for path, _, _ in captured if "chat" in path]) >= 20
+
+    for path, body, ids in captured:
+        if "chat" in path:
+            assert await prompts.chat(body) == ids
+        else:
+            assert await prompts.completion(body["prompt"]) == ids
+
+
+def test_a_beginning_of_sequence_token_is_added_when_the_file_asks_for_it(
+    metadata: dict[str, Any],
+) -> None:
+    files = from_gguf(metadata | {"tokenizer.ggml.add_bos_token": True})
+
+    tokenizer = Tokenizer.from_str(files.tokenizer_json)
+
+    assert files.config["add_bos_token"] is True
+    assert tokenizer.encode("hi", add_special_tokens=True).ids[0] == 1
+    assert tokenizer.encode("hi", add_special_tokens=False).ids[0] != 1
