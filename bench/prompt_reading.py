@@ -9,12 +9,16 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prefix_index import ChatTemplate, Index, PromptReader, PromptTokenizer
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 BLOCK_SIZE = 16
+NUM_WORKERS = 16
 ROUNDS = 300
 TEXT = "Rule 7: refunds are accepted within thirty days of delivery, in the same box, please. "
 
@@ -29,7 +33,7 @@ def median_us(run: Callable[[], object], rounds: int = ROUNDS) -> float:
     return statistics.median(times) * 1e6
 
 
-def chat(num_bytes: int, num_messages: int) -> dict[str, object]:
+def chat(num_bytes: int, num_messages: int) -> dict[str, list[dict[str, str]]]:
     """Return a chat body with about this many bytes of text."""
     share = num_bytes // num_messages
     roles = ["system", *(["user", "assistant"] * num_messages)][:num_messages]
@@ -57,24 +61,30 @@ def main() -> None:
     template = ChatTemplate(tokenizer.template_source, special_tokens=tokenizer.special_tokens)
     print("bytes messages tokens | render  known  first  match   (median us)")
     for num_bytes, num_messages in ((1_000, 2), (32_000, 2), (32_000, 16), (128_000, 64)):
-        reader = PromptReader(tokenizer, template, model="m", block_size=BLOCK_SIZE)
-        body = chat(num_bytes, num_messages)
-        text = template.render(body["messages"])  # type: ignore[arg-type]
-        start = time.perf_counter()
-        prompt = reader.chat(body).complete()
-        first_us = (time.perf_counter() - start) * 1e6
-        reader._template = Rendered(template.source, special_tokens={})
-        known_us = median_us(lambda: reader.chat({"messages": text}).complete())
-        assert reader.chat({"messages": text}).unknown_chars == 0
-        index = Index(BLOCK_SIZE)
-        for worker in range(16):
-            index.store(f"w{worker}", prompt.block_hashes, prompt.root)
-        render_us = median_us(lambda: template.render(body["messages"]))  # type: ignore[arg-type]
-        match_us = median_us(lambda: index.match(prompt.block_hashes))
-        print(
-            f"{num_bytes:6} {num_messages:8} {prompt.num_tokens:6} |"
-            f" {render_us:6.1f} {known_us:6.1f} {first_us:6.0f} {match_us:6.1f}"
-        )
+        print(measure(tokenizer, template, chat(num_bytes, num_messages)))
+
+
+def measure(
+    tokenizer: PromptTokenizer, template: ChatTemplate, body: dict[str, list[dict[str, str]]]
+) -> str:
+    """Return the line of one prompt."""
+    text = template.render(body["messages"])
+    reader = PromptReader(tokenizer, template, model="m", block_size=BLOCK_SIZE)
+    start = time.perf_counter()
+    prompt = reader.chat(body).complete()
+    first_us = (time.perf_counter() - start) * 1e6
+    reader._template = Rendered(template.source, special_tokens={})
+    known_us = median_us(lambda: reader.chat({"messages": text}).complete())
+    assert reader.chat({"messages": text}).unknown_chars == 0
+    index = Index(BLOCK_SIZE)
+    for worker in range(NUM_WORKERS):
+        index.store(f"w{worker}", prompt.block_hashes, prompt.root)
+    render_us = median_us(lambda: template.render(body["messages"]))
+    match_us = median_us(lambda: index.match(prompt.block_hashes))
+    return (
+        f"{len(text):6} {len(body['messages']):8} {prompt.num_tokens:6} |"
+        f" {render_us:6.1f} {known_us:6.1f} {first_us:6.0f} {match_us:6.1f}"
+    )
 
 
 if __name__ == "__main__":

@@ -23,8 +23,6 @@ EngineHash: TypeAlias = int | bytes
 
 # What fits an array("I"), the form in which ids are hashed.
 _TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-# Engines with speculative heads (EAGLE) send each token as a pair; the first is the token.
-_Token: TypeAlias = _TokenId | tuple[_TokenId, ...]
 _BlockSize: TypeAlias = Annotated[int, Meta(ge=0, le=2**31)]
 _Extras: TypeAlias = list[list[Any] | None]
 
@@ -95,10 +93,10 @@ class EventBatch(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _StoredMap(msgspec.Struct, tag="BlockStored", tag_field="type", frozen=True):
-    """``BlockStored`` on the wire, where a token may be a pair and SGLang names the salt."""
+    """``BlockStored`` on the wire, where tokens may be pairs and SGLang names the salt."""
 
     block_hashes: list[EngineHash]
-    token_ids: list[_Token]
+    token_ids: msgspec.Raw
     block_size: _BlockSize
     parent_block_hash: EngineHash | None = None
     lora_id: int | str | None = None
@@ -123,7 +121,7 @@ class _StoredArray(msgspec.Struct, tag="BlockStored", array_like=True, frozen=Tr
 
     block_hashes: list[EngineHash]
     parent_block_hash: EngineHash | None
-    token_ids: list[_Token]
+    token_ids: msgspec.Raw
     block_size: _BlockSize
     lora_id: int | str | None = None
     medium: str | None = None
@@ -173,6 +171,9 @@ _decode_event_array: Final = msgspec.msgpack.Decoder(
 _decode_event_map: Final = msgspec.msgpack.Decoder(
     _StoredMap | BlockRemoved | AllBlocksCleared
 ).decode
+_decode_tokens: Final = msgspec.msgpack.Decoder(list[_TokenId]).decode
+# Engines with speculative heads (EAGLE) send each token as a pair; the first is the token.
+_decode_pairs: Final = msgspec.msgpack.Decoder(list[tuple[_TokenId, _TokenId]]).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -237,7 +238,7 @@ def _stored(
     return BlockStored(
         block_hashes=wire.block_hashes,
         parent_block_hash=wire.parent_block_hash,
-        token_ids=_first_of_pairs(wire.token_ids),
+        token_ids=_tokens(bytes(wire.token_ids)),
         block_size=wire.block_size,
         lora_id=wire.lora_id,
         medium=wire.medium,
@@ -252,7 +253,8 @@ def _stored(
     )
 
 
-def _first_of_pairs(tokens: list[_Token]) -> list[int]:
-    if any(type(token) is tuple for token in tokens):
-        return [token if isinstance(token, int) else token[0] for token in tokens]
-    return tokens  # type: ignore[return-value]  # no tuple among them
+def _tokens(raw: bytes) -> list[int]:
+    try:
+        return _decode_tokens(raw)
+    except msgspec.ValidationError:
+        return [pair[0] for pair in _decode_pairs(raw)]

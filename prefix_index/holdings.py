@@ -56,6 +56,10 @@ class Holdings:
             return iter(())
         return iter((child,)) if isinstance(child, bytes) else iter(child)
 
+    def has_children(self, block: BlockHash) -> bool:
+        """Say whether the worker holds children of a block."""
+        return block in self._children
+
     def copies(self, block: BlockHash) -> int:
         """Return the packed copies of a block, 0 if it is not held."""
         if block not in self.parents:
@@ -73,14 +77,18 @@ class Holdings:
 
     def add(self, block: BlockHash, parent: BlockHash, tier: Tier) -> bool:
         """Count one more copy and say whether the block is new on this worker."""
-        before = self.copies(block)
-        if self.count(block, tier) < _MAX_COPIES:
-            self._set_copies(block, before, before + (1 << SHIFT[tier]))
-        if before:
+        if block in self.parents:
+            before = self._copies.get(block, _ONE_GPU_COPY)
+            if before >> SHIFT[tier] & _MAX_COPIES < _MAX_COPIES:
+                self._set_copies(block, before, before + (1 << SHIFT[tier]))
             if block in self.leaves:
                 self.leaves.move_to_end(block)
             return False
         self.parents[block] = parent
+        if tier == "gpu":  # the common case, and nothing to store
+            self.tiers["gpu"] += 1
+        else:
+            self._set_copies(block, 0, 1 << SHIFT[tier])
         if not is_root(parent):
             self._link(block, parent)
         if block not in self._children:
@@ -89,7 +97,9 @@ class Holdings:
 
     def drop_copy(self, block: BlockHash, tier: Tier) -> bool:
         """Count one copy less, if there is one, and say whether that was the last of all tiers."""
-        before = self.copies(block)
+        if block not in self.parents:
+            return False
+        before = self._copies.get(block, _ONE_GPU_COPY)
         if not before >> SHIFT[tier] & _MAX_COPIES:
             return False
         after = before - (1 << SHIFT[tier])
@@ -100,16 +110,16 @@ class Holdings:
 
     def drop(self, block: BlockHash) -> None:
         """Forget a held block with all its copies; its children stay, without their parent."""
-        self._set_copies(block, self.copies(block), 0)
         parent = self.parents.pop(block)
+        if block in self._copies:
+            self._set_copies(block, self._copies[block], 0)
+        else:
+            self.tiers["gpu"] -= 1
         self.leaves.pop(block, None)
         if not is_root(parent):
             self._unlink(block, parent)
 
     def _set_copies(self, block: BlockHash, before: int, after: int) -> None:
-        if before == 0 and after == _ONE_GPU_COPY:  # the common case, and nothing to store
-            self.tiers["gpu"] += 1
-            return
         for tier in TIERS:
             had = before >> SHIFT[tier] & _MAX_COPIES
             has = after >> SHIFT[tier] & _MAX_COPIES

@@ -79,11 +79,15 @@ class Index:
             tier: Where the copies are.
         """
         held = self._workers.get(worker) or self._join(worker)
+        masks, bit = self._masks, held.bit
         for block in hashes:
             if held.add(block, parent, tier):
                 self._num_blocks += 1
-                if is_root(parent) or self._masks.get(parent, 0) & held.bit:
-                    self._reveal(held, block)
+                if masks.get(parent, 0) & bit or is_root(parent):
+                    if held.has_children(block):
+                        self._reveal(held, block)
+                    else:
+                        masks[block] = masks.get(block, 0) | bit
             parent = block
         if self._num_blocks > self.max_blocks:
             self._evict()
@@ -185,9 +189,9 @@ class Index:
         """Take a held block away and hide its descendants."""
         pending = [block]
         while pending:
-            current = pending.pop()
-            if self._unsee(held, current):
-                pending.extend(held.children(current))
+            hidden = pending.pop()
+            if self._unsee(held, hidden) and held.has_children(hidden):
+                pending.extend(held.children(hidden))
         held.drop(block)
         self._num_blocks -= 1
 

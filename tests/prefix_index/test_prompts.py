@@ -19,7 +19,7 @@ from prefix_index import (
     root_hash,
 )
 from tests.prefix_index import capture
-from tests.prefix_index.test_tokens import build, prompt_tokenizer, special
+from tests.prefix_index.toy import build, prompt_tokenizer, special
 
 B = 16
 # What tokenizers trip over, and what user text may contain to look like the template's own.
