@@ -21,7 +21,7 @@ class Driver:
 
     def __init__(self, model: Model, **sizes: Any) -> None:
         settings: dict[str, Any] = {"pool_tokens": 4096, "max_seqs": 16} | sizes
-        self.core = EngineCore(model, EngineConfig(**settings, debug_checks=True), self._note)
+        self.core = EngineCore(model, EngineConfig(**settings), self._note)
         self.outputs: list[TokenOutput] = []
         self.events: list[Event] = []
         self.announced: Counter[int | bytes] = Counter()
