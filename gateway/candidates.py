@@ -64,8 +64,9 @@ def route_input(
     if pool.is_strict or hashes is None or pool.index is None:
         request.mode = "strict" if pool.is_strict else "text"
         request.ring = pool.ring.order(ring_key())
-    # A home matters only while nobody holds a quarter of the prompt; choose() tests it again.
-    elif 4 * max([c.hit_tokens for c in candidates], default=0) < prompt_tokens:
+    # A home matters only for blocks that can be cached, while nobody holds a quarter of the
+    # prompt; choose() tests the latter again.
+    elif hashes and 4 * max([c.hit_tokens for c in candidates], default=0) < prompt_tokens:
         request.home = pool.ring.home(ring_key(), pool.set_size)
     return request
 

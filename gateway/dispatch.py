@@ -19,7 +19,6 @@ from gateway.explain import explain_json
 from gateway.routing import Decision, choose
 from gateway.ticket import Outcome, Ticket, Usage
 from prefix_index.blocks import usable_blocks
-from prefix_index.chat import TemplateRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -150,7 +149,8 @@ class Dispatcher:
             return Plan(pool, inbound, _estimate_tokens(inbound.body), unread="no_tokenizer")
         try:
             prompt = await _read(pool.reader, inbound)
-        except (TemplateRefusedError, TypeError, ValueError) as error:
+        except Exception as error:  # templates and tokenizers raise what they like
+            # Never the request's end: counted, told in the plan, and routed by its text.
             reason = type(error).__name__
             pool.unread_prompts[reason] += 1
             return Plan(pool, inbound, _estimate_tokens(inbound.body), unread=reason)
@@ -200,6 +200,7 @@ class Dispatcher:
             hashes=plan.hashes or (),
             is_stream=plan.inbound.body.get("stream") is True,
             is_first_attempt=plan.attempts == 1,
+            is_comparable=_is_comparable(plan.inbound.body),
         )
 
 
@@ -218,6 +219,19 @@ async def _read(reader: PromptReader, inbound: Inbound) -> Prompt:
     if draft.unknown_chars <= MAX_INLINE_CHARS:
         return draft.complete()
     return await asyncio.get_running_loop().run_in_executor(None, draft.complete)
+
+
+def _is_comparable(body: Mapping[str, Any]) -> bool:
+    """Whether the reported token counts are those of one prompt and one completion.
+
+    Of several prompts only the first is read but all are counted, several choices are counted
+    together, and prompts whose own probabilities are asked for are computed without the cache.
+    """
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
+        return False
+    is_one_choice = body.get("n") in (None, 1) and body.get("best_of") in (None, 1)
+    return is_one_choice and body.get("prompt_logprobs") is None and not body.get("echo")
 
 
 def _estimate_tokens(body: Mapping[str, Any]) -> int:

@@ -48,7 +48,7 @@ def explain_json(plan: Plan, decision: Decision) -> dict[str, Any]:
             "home": plan.home,
         },
         "candidates": [
-            _candidate(c, e, decision.unit)
+            _candidate(c, e, seconds=decision.unit == "seconds" and c.model is not None)
             for c, e in zip(decision.input.candidates, decision.candidates, strict=True)
         ],
         "decision": _decision(decision),
@@ -80,8 +80,7 @@ def _decision(decision: Decision) -> dict[str, Any]:
     }
 
 
-def _candidate(c: Candidate, e: Estimate, unit: str) -> dict[str, Any]:
-    seconds = unit == "seconds"
+def _candidate(c: Candidate, e: Estimate, *, seconds: bool) -> dict[str, Any]:
     terms = {
         "W": e.queue_s,
         "P": e.prefill_s,

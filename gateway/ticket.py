@@ -73,6 +73,7 @@ class Ticket:
         "_decode_start",
         "_first_token_s",
         "_hashes",
+        "_is_comparable",
         "_is_first_attempt",
         "_is_stream",
         "_is_trial",
@@ -99,6 +100,7 @@ class Ticket:
         hashes: Sequence[BlockHash],
         is_stream: bool,
         is_first_attempt: bool,
+        is_comparable: bool,
     ) -> None:
         self.worker = worker
         self.decision = decision
@@ -113,6 +115,7 @@ class Ticket:
         self._hashes = hashes
         self._is_stream = is_stream
         self._is_first_attempt = is_first_attempt
+        self._is_comparable = is_comparable
         self._first_token_s: float | None = None
         # Context tokens, requests and completed prefill seconds when the decode began.
         self._decode_start = (0, 0, 0.0)
@@ -199,6 +202,8 @@ class Ticket:
         self.observed_hit_tokens = usage.cached_tokens
         if usage.cached_tokens:
             worker.reports_cached = True
+        if not self._is_comparable:
+            return
         if prompt is not None and usage.prompt_tokens is not None:
             worker.saw_prompt_tokens(ours=prompt.num_tokens, theirs=usage.prompt_tokens)
         if worker.parity != 0:

@@ -357,6 +357,57 @@ async def test_other_token_counts_than_ours_teach_nothing_and_end_in_disbelief()
     assert (decision.hit_tokens, decision.source) == (0, "text")
 
 
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": ["a" * 200, "b" * 200]}, {"echo": True}, {"prompt_logprobs": 0}, {"n": 4}],
+    ids=["several prompts", "echo", "prompt logprobs", "several choices"],
+)
+async def test_counts_that_are_not_of_the_one_prompt_read_are_not_compared(
+    body: dict[str, Any],
+) -> None:
+    pool, clock = make_pool(1), Clock()
+    routes = dispatcher(pool, clock)
+    inbound = Inbound("completions", {"prompt": "a" * 200, "stream": True, **body}, {}, "m")
+    plan = await routes.plan(pool, inbound)
+    hold(pool, "w0", plan.prompt)
+    pool.workers["w0"].reports_cached = True
+    model = pool.workers["w0"].learner.model
+    before = routes.choose(plan).hit_tokens
+    for _ in range(5):
+        ticket = admit(routes, plan)
+        serve(ticket, clock, 1.0, prompt_tokens=400, completion_tokens=9, cached_tokens=0)
+
+    assert pool.workers["w0"].parity == -1
+    assert pool.workers["w0"].learner.model == model
+    assert routes.choose(plan).hit_tokens == before > 0
+
+
+async def test_whatever_reading_a_prompt_raises_the_request_is_routed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, clock = make_pool(2), Clock()
+    routes = dispatcher(pool, clock)
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("tokenizer")
+
+    monkeypatch.setattr(pool.reader, "learn", broken)
+    for text in ("short", "long " * 1000):
+        plan = await routes.plan(pool, chat(text))
+        assert plan.unread == "RuntimeError"
+        assert routes.choose(plan).worker is not None
+    assert pool.unread_prompts == {"RuntimeError": 2}
+
+
+async def test_prompts_shorter_than_a_block_have_no_home_and_spread() -> None:
+    pool, clock = make_pool(4), Clock()
+    routes = dispatcher(pool, clock)
+    plan = await routes.plan(pool, ids([1, 2, 3]))
+    workers = {routes.choose(plan).worker for _ in range(4)}
+
+    assert workers == set(pool.workers)
+
+
 async def test_a_worker_without_events_is_credited_from_its_first_token_on() -> None:
     pool, clock = make_pool(3, mode="approximate"), Clock()
     routes = dispatcher(pool, clock)
