@@ -216,7 +216,8 @@ async def test_an_unreadable_prompt_is_routed_by_its_text(body: dict[str, Any]) 
 async def test_an_unreadable_completion_prompt_is_no_error() -> None:
     pool, clock = make_pool(2), Clock()
     routes = dispatcher(pool, clock)
-    for prompt in (None, {}, [], [[]], ["", "x"], [-1], [2**40], [None], 7):
+    prompts: list[Any] = [None, {}, [], [[]], ["", "x"], [-1], [2**40], [None], 7]
+    for prompt in prompts:
         inbound = Inbound("completions", {"model": "m", "prompt": prompt}, {}, "m")
         ticket = admit(routes, await routes.plan(pool, inbound))
         ticket.finish(Outcome.REJECTED)
