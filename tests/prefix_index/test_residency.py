@@ -99,3 +99,46 @@ def test_capacity_holds_and_every_block_kept_is_reachable(
         assert hit(index, blocks) == min(len(blocks), capacity)
         held = [path for block, path in seen.items() if index.holds("w", block)]
         assert all(hit(index, path) == len(path) for path in held)
+
+
+class PlainLru:
+    """One entry per block, as an engine keeps it: the definition the model must agree with."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.clock = 0
+        self.used: dict[bytes, int] = {}
+        self.parents: dict[bytes, bytes] = {}
+
+    def touch(self, blocks: list[bytes]) -> None:
+        blocks = blocks[: self.capacity]
+        self.clock += 1
+        parent = ROOT
+        for block in blocks:
+            self.used[block] = self.clock
+            self.parents[block] = parent
+            parent = block
+        while len(self.used) > self.capacity:
+            inner = {self.parents[block] for block in self.used}
+            leaves = [block for block in self.used if block not in inner]
+            del self.used[min(leaves, key=lambda block: self.used[block])]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=40),
+    st.integers(6, 14),
+)
+def test_the_model_keeps_what_a_plain_lru_of_blocks_keeps(
+    prompts: list[list[int]], capacity: int
+) -> None:
+    index = Index(B)
+    residency, plain = Residency(index, "w", capacity), PlainLru(capacity)
+    seen: set[bytes] = set()
+    for prompt in prompts:
+        blocks = chain(*prompt)
+        seen.update(blocks)
+        residency.touch(blocks, ROOT)
+        plain.touch(blocks)
+        held = {block for block in seen if index.holds("w", block)}
+
+        assert held == plain.used.keys()
