@@ -96,8 +96,12 @@ class Residency:
                 self._parents[block] = above
                 self._num_children[above] = self._num_children.get(above, 0) + 1
             above = block
+        # One copy each, whatever the index lost meanwhile: behind the first block it lacks there
+        # are only blocks it lacks, or others' ends that it hid.
+        if not any(self._index.holds(self._worker, block, "gpu") for block in new):
+            self._index.store(self._worker, new, parent)
+            return
         for block in new:
-            # One copy each, whatever the index lost meanwhile.
             if not self._index.holds(self._worker, block, "gpu"):
                 self._index.store(self._worker, (block,), parent)
             parent = block
