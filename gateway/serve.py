@@ -16,6 +16,7 @@ from gateway.dispatch import Dispatcher
 from gateway.fleet import Fleet
 from gateway.fleet_metrics import FleetCollector
 from gateway.limits import Limits
+from gateway.request_log import RequestLog
 from gateway.server import LIFECYCLE, make_app, serve
 from gateway.settings import ConfigError
 from gateway.telemetry import Telemetry
@@ -49,6 +50,8 @@ class Gateway:
         self.dispatcher = Dispatcher(self.fleet.pools, seed=settings.routing.seed)
         self.telemetry = Telemetry()
         self.telemetry.register(FleetCollector(self.fleet, self.telemetry, time.monotonic))
+        logs_requests = settings.telemetry.log_level in ("debug", "info")
+        self.request_log = RequestLog(sys.stderr.buffer) if logs_requests else None
         self.app = self._make_app()
 
     async def run(self) -> None:
@@ -65,6 +68,8 @@ class Gateway:
             await serve(self.app, server.host, server.port, drain_s=server.drain_s, ready=_ready)
         finally:
             await self.fleet.stop()
+            if self.request_log is not None:
+                self.request_log.flush()
 
     def _make_app(self) -> web.Application:
         server = self.settings.server
@@ -84,6 +89,8 @@ class Gateway:
     def _observe(self, record: RequestRecord) -> None:
         self.telemetry.observe(record)
         self.fleet.observe(record)
+        if self.request_log is not None:
+            self.request_log.add(record)
 
 
 def serve_forever(settings: Settings) -> int:

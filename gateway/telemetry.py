@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 
@@ -31,8 +30,6 @@ TTFT_BUCKETS_S = (
 # A decision takes tens of microseconds; tokenizing a long new prompt takes tens of milliseconds.
 ROUTE_BUCKETS_S = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.5)
 DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-
-log = structlog.get_logger("warmlane")
 
 
 @dataclass(slots=True)
@@ -125,13 +122,15 @@ class Telemetry:
         )
 
     def observe(self, record: RequestRecord) -> None:
-        """Record one finished request: metrics and one log line."""
+        """Record one finished request."""
         now_s = self._clock()
         self.fleet.add(record, now_s)
         if record.worker:
-            self.workers.setdefault(record.worker, Observed()).add(record, now_s)
+            worker = self.workers.get(record.worker)
+            if worker is None:
+                worker = self.workers[record.worker] = Observed()
+            worker.add(record, now_s)
         self._requests_of(record).add(record)
-        log.info("request_finished", **_log_fields(record))
 
     def forget_worker(self, worker: str) -> None:
         """Remove the series of a worker that left."""
@@ -227,11 +226,3 @@ class _Factory:
         self, name: str, text: str, buckets: tuple[float, ...], *labels: str
     ) -> Histogram:
         return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
-
-
-def _log_fields(record: RequestRecord) -> dict[str, object]:
-    return {
-        name: round(value, 6) if isinstance(value, float) else value
-        for name in record.__slots__
-        if (value := getattr(record, name)) not in (None, "")
-    }

@@ -1,0 +1,107 @@
+"""Metrics and the request log, from finished requests."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.record import RequestRecord
+from gateway.request_log import FLUSH_S, RequestLog
+from gateway.telemetry import Telemetry
+
+
+def record(**more) -> RequestRecord:
+    values = {
+        "pool": "chat",
+        "worker": "w0",
+        "reason": "longest_prefix",
+        "outcome": "ok",
+        "status": 200,
+        "attempts": 1,
+        "prompt_tokens": 100,
+        "predicted_hit_tokens": 64,
+        "observed_hit_tokens": 48,
+        "completion_tokens": 7,
+        "predicted_ttft_s": 0.2,
+        "ttft_s": 0.25,
+        "duration_s": 1.0,
+    }
+    return RequestRecord("id", "chat", **(values | more))
+
+
+def samples(telemetry: Telemetry) -> dict[tuple[str, str], float]:
+    families = text_string_to_metric_families(telemetry.render().decode())
+    return {
+        (sample.name, sample.labels.get("worker", "")): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_predictions_are_counted_beside_observations() -> None:
+    telemetry = Telemetry(clock=lambda: 5.0)
+    telemetry.observe(record())
+    telemetry.observe(record(observed_hit_tokens=80, attempts=2))
+
+    found = samples(telemetry)
+
+    assert found["warmlane_prompt_tokens_total", "w0"] == 200
+    assert found["warmlane_predicted_hit_tokens_total", "w0"] == 128
+    assert found["warmlane_observed_hit_tokens_total", "w0"] == 128
+    assert found["warmlane_hit_prediction_error_tokens_total", "w0"] == 32
+    assert found["warmlane_retries_total", "w0"] == 1
+    assert found["warmlane_ttft_seconds_count", "w0"] == 2
+    assert telemetry.fleet.hit_rate(5.0) == 128 / 200
+
+
+def test_what_nobody_reported_is_not_counted_as_zero() -> None:
+    telemetry = Telemetry(clock=lambda: 5.0)
+    telemetry.observe(record(observed_hit_tokens=None, ttft_s=None))
+
+    assert telemetry.fleet.hit_rate(5.0) is None
+    assert telemetry.fleet.ttft_s.mean(5.0) is None
+    assert samples(telemetry)["warmlane_ttft_seconds_count", "w0"] == 0
+    assert not telemetry.fleet.saw_cached_tokens
+
+
+def test_a_request_that_reached_no_worker_counts_as_a_request_only() -> None:
+    telemetry = Telemetry(clock=lambda: 5.0)
+    telemetry.observe(record(worker="", pool="", outcome="refused", prompt_tokens=0))
+
+    found = samples(telemetry)
+    assert found["warmlane_requests_total", ""] == 1
+    assert telemetry.workers == {}
+
+
+def test_the_series_of_a_worker_leave_with_it() -> None:
+    telemetry = Telemetry(clock=lambda: 5.0)
+    telemetry.observe(record())
+    telemetry.observe(record(worker="w1"))
+    telemetry.forget_worker("w0")
+
+    workers = {worker for _, worker in samples(telemetry)}
+    assert workers == {"", "w1"}
+
+
+async def test_lines_are_written_soon_and_at_the_end() -> None:
+    stream = io.BytesIO()
+    log = RequestLog(stream)
+    log.add(record())
+    assert stream.getvalue() == b""
+    await asyncio.sleep(2 * FLUSH_S)
+    log.add(record(worker="w1", ttft_s=None))
+    log.flush()
+
+    first, second = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert (first["event"], first["worker"], first["ttft_s"]) == ("request_finished", "w0", 0.25)
+    assert "ttft_s" not in second
+    assert second["timestamp"].endswith("Z")
+
+
+@pytest.mark.parametrize("secret", ["prompt", "messages", "authorization", "api_key"])
+async def test_a_line_has_no_place_for_what_must_not_be_logged(secret: str) -> None:
+    assert secret not in RequestRecord.__slots__
