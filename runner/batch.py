@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     import numpy.typing as npt
 
@@ -31,12 +31,15 @@ class Chunk:
         blocks: The sequence's block table, covering at least ``start + len(token_ids)`` tokens.
             Not copied: must not change until the step has run.
         samples: Whether the logits after the last token are wanted.
+        owner: Stands for the sequence as long as its earlier tokens stay as they are; lets its
+            KV be kept at hand between steps. None if that is not wanted.
     """
 
     token_ids: Sequence[int]
     start: int
     blocks: Sequence[int]
     samples: bool
+    owner: Hashable = None
 
     @property
     def end(self) -> int:
@@ -50,19 +53,21 @@ class AttentionGroup:
 
     Attributes:
         rows: Slice of the step's rows: one row per sequence, or the tokens of one chunk.
-        num_sequences: Sequences in the group; 1 for a chunk.
         is_chunk: Whether it is a prefill chunk.
-        context: Positions to read, at most blocks * block_size.
+        owners: See ``Chunk.owner``; empty for a chunk.
+        ends: Tokens of context of each sequence. Shape: [sequences].
+        context: The largest of ``ends``.
+        tables: Block tables, padded with block 0. Shape: [sequences, blocks].
         mask: See ``ops_cpu.attend_one`` and ``attend_chunk``.
-        half_rows: For each layer, what ``KvPool.gather`` takes.
     """
 
     rows: slice
-    num_sequences: int
     is_chunk: bool
+    owners: tuple[Hashable, ...]
+    ends: npt.NDArray[np.int64]
     context: int
+    tables: npt.NDArray[np.int64]
     mask: torch.Tensor | None
-    half_rows: Sequence[torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -135,11 +140,6 @@ class BatchBuilder:
         both = np.stack((keys, keys + size), axis=1).reshape(1, -1)
         return torch.from_numpy(both + self._layers * (2 * size)).unbind(0)
 
-    def _half_rows(self, tables: npt.NDArray[np.int64]) -> Sequence[torch.Tensor]:
-        keys = tables.reshape(-1) * (self._num_layers * 2)
-        both = np.concatenate((keys, keys + 1))[None]
-        return torch.from_numpy(both + self._layers * 2).unbind(0)
-
     def _single_groups(self, chunks: Sequence[Chunk]) -> list[AttentionGroup]:
         groups = []
         first = 0
@@ -165,7 +165,8 @@ class BatchBuilder:
             beyond = torch.from_numpy(np.arange(context) >= contexts[:, None])
             mask = torch.zeros(beyond.shape, dtype=self._dtype).masked_fill_(beyond, -torch.inf)
             mask = mask[:, None, None]
-        return AttentionGroup(rows, len(chunks), False, context, mask, self._half_rows(tables))
+        owners = tuple(chunk.owner for chunk in chunks)
+        return AttentionGroup(rows, False, owners, contexts, context, tables, mask)
 
     def _chunk_group(self, chunk: Chunk, end_row: int) -> AttentionGroup:
         length, context = len(chunk.token_ids), chunk.end
@@ -174,6 +175,6 @@ class BatchBuilder:
         if chunk.start:
             mask = torch.full((length, context), -torch.inf, dtype=self._dtype)
             mask.triu_(chunk.start + 1)
-        tables = np.array(chunk.blocks[:num_blocks], dtype=np.int64)
+        tables = np.array([chunk.blocks[:num_blocks]], dtype=np.int64)
         rows = slice(end_row - length, end_row)
-        return AttentionGroup(rows, 1, True, context, mask, self._half_rows(tables))
+        return AttentionGroup(rows, True, (), np.array([context]), context, tables, mask)

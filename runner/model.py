@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional
 
 from runner.batch import BatchBuilder
+from runner.kvpool import KvPool
 from runner.ops_cpu import (
-    KvPool,
     PackedLinear,
     RmsNorm,
     Rope,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from runner.arch import ModelConfig
     from runner.batch import AttentionGroup, Chunk
+    from runner.contexts import Context
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,7 @@ class Model:
         """
         config, weights = self.config, self._weights
         batch = BatchBuilder(config.num_layers, pool.block_size, self.dtype).build(chunks)
+        contexts = pool.contexts.open(batch.groups)
         angles = self._rope.angles(batch.positions)
         hidden = functional.embedding(batch.token_ids, weights.embedding)
         last = config.num_layers - 1
@@ -171,7 +173,7 @@ class Model:
             qkv = self._write_kv(layer, hidden, angles, batch.token_rows[at], pool)
             if at == last and not batch.order:
                 break
-            mixed = self._attend(qkv, batch.groups, at, pool)
+            mixed = self._attend(qkv, batch.groups, contexts, at)
             if at == last:
                 # Only rows that sample are needed beyond the last attention.
                 hidden, mixed = hidden[batch.sample_rows], mixed[batch.sample_rows]
@@ -200,15 +202,19 @@ class Model:
         return qkv
 
     def _attend(
-        self, qkv: torch.Tensor, groups: Sequence[AttentionGroup], at: int, pool: KvPool
+        self,
+        qkv: torch.Tensor,
+        groups: Sequence[AttentionGroup],
+        contexts: Sequence[Context],
+        at: int,
     ) -> torch.Tensor:
         """Attention of all groups in layer ``at``. Shape: [rows, heads * dim]."""
         num_heads = self.config.num_heads
         parts = []
-        for group in groups:
-            queries = qkv[group.rows, :num_heads]
-            context = pool.gather(group.half_rows[at], group.num_sequences)
-            keys, values = context[:, :, :, : group.context].unbind(0)
+        for group, context in zip(groups, contexts, strict=True):
+            rows = qkv[group.rows]
+            keys_values = context.read(at, rows[:, num_heads:])
+            keys, values = keys_values[:, :, :, : group.context].unbind(0)
             attend = attend_chunk if group.is_chunk else attend_one
-            parts.append(attend(queries, keys, values, group.mask))
+            parts.append(attend(rows[:, :num_heads], keys, values, group.mask))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

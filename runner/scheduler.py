@@ -54,9 +54,8 @@ class Work:
         """The same for the model; logits are wanted if no token is left after it."""
         sequence = self.sequence
         start, end = sequence.num_computed, sequence.num_computed + self.num_tokens
-        return Chunk(
-            sequence.tokens[start:end], start, sequence.blocks, end == len(sequence.tokens)
-        )
+        samples = end == len(sequence.tokens)
+        return Chunk(sequence.tokens[start:end], start, sequence.blocks, samples, sequence)
 
 
 @dataclass(slots=True)

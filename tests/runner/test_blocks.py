@@ -230,6 +230,21 @@ def test_what_two_prompts_computed_alike_is_keyed_once_and_kept_while_either_is_
     assert (pool.num_cached, pool.num_free) == (3, 5)
 
 
+def test_a_prompt_computed_twice_counts_as_used_by_both() -> None:
+    pool = BlockPool(6, SIZE)
+    chains = [chain_of([1] * 8), chain_of([1] * 8)]
+    tables = [pool.allocate(2) or [] for _ in chains]
+    for blocks, chain in zip(tables, chains, strict=True):
+        pool.commit(blocks, chain, 0, 2)
+    pool.release(tables[0], chains[0])
+    other = finish_prompt(pool, [2] * 8)
+    # The last use of the first prompt is its second computation, whose copies have no keys.
+    pool.release(tables[1], chains[1])
+
+    assert set(pool.allocate(4) or []) == {*tables[1], *other}
+    assert pool.find(chains[0], 2) == tables[0]
+
+
 def test_a_private_copy_takes_the_key_over_when_the_first_was_evicted() -> None:
     pool = BlockPool(5, SIZE)
     chains = [chain_of([1] * 4), chain_of([1] * 4)]

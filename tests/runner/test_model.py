@@ -136,6 +136,31 @@ def test_a_copied_block_reads_like_its_source(tiny: Model) -> None:
     assert torch.equal(original, copied)
 
 
+@pytest.mark.parametrize("max_bytes", [0, 10**9], ids=["never kept", "kept"])
+def test_contexts_kept_between_steps_read_like_gathered_ones(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch, max_bytes: int
+) -> None:
+    """Samples of other lengths, growing past the spare room, leaving and joining."""
+    monkeypatch.setattr("runner.contexts._MAX_BYTES", max_bytes)
+    kept, gathered = tiny.new_pool(40, 16), tiny.new_pool(40, 16)
+    kept.data.copy_(torch.randn(kept.data.shape, generator=torch.Generator().manual_seed(4)))
+    gathered.data.copy_(kept.data)
+    tables = [list(range(at, 40, 4)) for at in range(4)]
+    ends = [70, 50, 20, 61]
+    for step in range(90):
+        together = [0, 1, 2, 3] if 30 <= step < 60 else [0, 1, 3]
+        token = step % 97
+        chunks = [Chunk([token], ends[at], tables[at], True, f"sample {at}") for at in together]
+        plain = [Chunk([token], ends[at], tables[at], True) for at in together]
+        actual, order = tiny.forward(chunks, kept)
+        expected, same_order = tiny.forward(plain, gathered)
+
+        assert order == same_order
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+        for at in together:
+            ends[at] += 1
+
+
 def test_equal_bytes_and_boundaries_give_equal_bits(tiny: Model) -> None:
     """What a restored prefix relies on: the rest of a prompt computes bit for bit the same."""
     prompt = prompt_of(60)

@@ -104,6 +104,20 @@ def test_the_youngest_is_preempted_and_everybody_finishes(tiny: Model) -> None:
         assert driver.tokens(request_id) == Driver(tiny).complete(prompt, max_tokens=60)
 
 
+def test_a_request_is_not_admitted_into_room_that_running_samples_need_next(tiny: Model) -> None:
+    """Otherwise the very next block boundary would preempt it again."""
+    driver = Driver(tiny, pool_tokens=8 * 16)
+    first = driver.submit(prompt_of(62), max_tokens=20)
+    driver.step()
+    # Four blocks are left, but the running sample is about to need the fifth of its own.
+    second = driver.submit(prompt_of(60, 1), max_tokens=2)
+    driver.run()
+
+    assert driver.core.stats().preemptions_total == 0
+    ended = [output.request_id for output in driver.outputs if output.finish_reason]
+    assert ended == [first, second]
+
+
 def test_a_lone_request_may_fill_the_pool_to_its_last_block(tiny: Model) -> None:
     driver = Driver(tiny, pool_tokens=6 * 16)
     driver.complete(prompt_of(60, 1))
