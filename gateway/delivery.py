@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from aiohttp import HttpVersion11, web
 
-from gateway import headers as http_headers
 from gateway.dispatch import Outcome
 from gateway.encoding import Inflater
 from gateway.errors import GatewayError, ShuttingDown, UpstreamError, WorkerFailed
+from gateway.headers import RawPairs, to_client
+from gateway.responses import SplicedResponse
 from gateway.sse import StreamObserver, usage_in_body
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 # Answers up to this size are read before the client gets the first byte, so that a worker that
 # breaks off in the middle still becomes a clean error; longer ones are passed on as they come.
 MAX_WHOLE_BYTES = 1 << 20
-# Proxies in front must neither store nor collect a stream.
-_STREAM_HEADERS = [("cache-control", "no-cache"), ("x-accel-buffering", "no")]
 
 
 class Delivery:
@@ -63,7 +62,6 @@ class Delivery:
         self._started_s = started_s
         self._inflater: Inflater | None = None
         self._failure: UpstreamError | None = None
-        self._is_chunked = False
 
     async def run(self) -> web.StreamResponse:
         """Deliver the whole answer.
@@ -73,20 +71,20 @@ class Delivery:
             ConnectionError: If the client left.
         """
         answer = self._answer
-        self._record.status = answer.status
-        headers = http_headers.to_client(answer.headers)
-        if (encoding := http_headers.find(answer.headers, b"content-encoding").decode()) and (
-            Inflater.can(encoding)
-        ):
-            self._inflater = Inflater(encoding.strip().lower(), self._limits.decompressed_bytes)
-            headers = [pair for pair in headers if pair[0].lower() != "content-encoding"]
-        headers += own_headers(self._request, self._record)
-        kind = http_headers.find(answer.headers, b"content-type")
-        if kind.startswith(b"text/event-stream"):
-            return await self._events(headers)
-        return await self._body(headers)
+        headers: RawPairs = answer.headers
+        if Inflater.can(answer.content_encoding):
+            self._inflater = Inflater(answer.content_encoding, self._limits.decompressed_bytes)
+            headers = [pair for pair in headers if pair[0].lower() != b"content-encoding"]
+        own = own_headers(self._request, self._record)
+        lines = (
+            to_client(headers, answer.connection)
+            + "".join([f"{name}: {value}\r\n" for name, value in own]).encode()
+        )
+        if answer.content_type.startswith(b"text/event-stream"):
+            return await self._events(lines)
+        return await self._body(lines)
 
-    async def _body(self, headers: list[tuple[str, str]]) -> web.StreamResponse:
+    async def _body(self, lines: bytes) -> web.StreamResponse:
         answer = self._answer
         try:
             data = await answer.read_up_to(MAX_WHOLE_BYTES)
@@ -100,17 +98,18 @@ class Delivery:
                 code="answer_cut_off",
             ) from error
         if not answer.complete:
-            return await self._long_body(data, headers)
+            return await self._long_body(data, lines)
         outcome = _outcome(answer.status)
         self._finish(outcome, usage_in_body(data) if outcome is Outcome.OK else None)
-        return web.Response(body=data, status=answer.status, headers=headers)
+        self._record.status = answer.status
+        return SplicedResponse(answer.status, lines, body=data)
 
-    async def _long_body(self, begin: bytes, headers: list[tuple[str, str]]) -> web.StreamResponse:
+    async def _long_body(self, begin: bytes, lines: bytes) -> web.StreamResponse:
         answer = self._answer
-        if answer.content_length is not None and self._inflater is None:
-            headers.append(("content-length", str(answer.content_length)))
-        response = web.StreamResponse(status=answer.status, headers=headers)
-        write = await self._open(response, lambda data: data)
+        length = answer.content_length if self._inflater is None else None
+        response = SplicedResponse(answer.status, lines, length=length)
+        await self._open(response)
+        write = self._writer(response, None)
         write(begin)
         try:
             await answer.pump(write, self._drain)
@@ -122,11 +121,12 @@ class Delivery:
         self._finish(_outcome(answer.status), None)
         return response
 
-    async def _events(self, headers: list[tuple[str, str]]) -> web.StreamResponse:
+    async def _events(self, lines: bytes) -> web.StreamResponse:
         answer, observer = self._answer, StreamObserver()
-        names = {name.lower() for name, _ in headers}
-        headers += [pair for pair in _STREAM_HEADERS if pair[0] not in names]
-        response = web.StreamResponse(status=answer.status, headers=headers)
+        if b"\r\ncache-control:" not in b"\r\n" + lines.lower():
+            lines += b"cache-control: no-cache\r\n"
+        response = SplicedResponse(answer.status, lines + b"x-accel-buffering: no\r\n")
+        await self._open(response)
         is_waiting = True
 
         def observe(data: bytes) -> bytes:
@@ -138,7 +138,7 @@ class Delivery:
                 self._record.ttft_s = self._clock() - self._started_s
             return data
 
-        write = await self._open(response, observe)
+        write = self._writer(response, observe)
         error: GatewayError | None = None
         try:
             await answer.pump(write, self._drain)
@@ -149,7 +149,11 @@ class Delivery:
                 raise
             error = self._shutdown()
         error = error or self._account(observer)
-        self._close_stream(response, observer, error)
+        if error is None:
+            response.send(observer.rest())
+        else:
+            response.force_close()
+            response.send((b"\n\n" if observer.is_mid_event else b"") + error.event())
         await response.write_eof()
         return response
 
@@ -178,54 +182,29 @@ class Delivery:
             code="stream_cut_off",
         )
 
-    def _close_stream(
-        self, response: web.StreamResponse, observer: StreamObserver, error: GatewayError | None
-    ) -> None:
-        """Send what was held back, or the error event instead of it."""
-        if error is None:
-            self._send(observer.rest())
-        else:
-            response.force_close()
-            self._send((b"\n\n" if observer.is_mid_event else b"") + error.event())
-
-    async def _open(
-        self, response: web.StreamResponse, transform: Callable[[bytes], bytes]
-    ) -> Callable[[bytes], bool]:
-        """Send the head; return what ``Response.pump`` writes pieces with.
-
-        Pieces go to the transport directly: they are written from the worker's read callback,
-        where nothing can be awaited. aiohttp itself writes nothing until ``write_eof``.
-        """
+    async def _open(self, response: SplicedResponse) -> None:
         if self._request.version < HttpVersion11:
             response.force_close()
         await response.prepare(self._request)
-        self._is_chunked = response.headers.get("transfer-encoding") == "chunked"
-        protocol = self._request.protocol
-        send, inflater = self._send, self._inflater
+        self._record.status = response.status
 
-        def write(data: bytes) -> bool:
-            if data := transform(data):
-                send(data)
-            return not protocol.writing_paused
+    def _writer(
+        self, response: SplicedResponse, observe: Callable[[bytes], bytes] | None
+    ) -> Callable[[bytes], bool]:
+        """Return what ``Response.pump`` writes pieces with."""
+        send, inflater = response.send, self._inflater
+        if inflater is None:
+            return send if observe is None else lambda data: send(observe(data))
+        look = observe or (lambda data: data)
 
-        def write_inflated(data: bytes) -> bool:
+        def inflate(data: bytes) -> bool:
             try:
-                return write(inflater.feed(data)) if inflater is not None else True
+                return send(look(inflater.feed(data)))
             except UpstreamError as error:
                 self._failure = error
                 return False
 
-        return write if inflater is None else write_inflated
-
-    def _send(self, data: bytes) -> None:
-        """Write body bytes in the framing that ``prepare`` announced."""
-        transport = self._request.transport
-        if transport is None or transport.is_closing() or not data:
-            return
-        if self._is_chunked:
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        else:
-            transport.write(data)
+        return inflate
 
     async def _drain(self) -> None:
         """Wait for a slow client, though not for ever."""

@@ -7,20 +7,20 @@ import zlib
 from gateway.errors import MalformedAnswer
 
 # zlib's window bits: 16 more expects a gzip header, 32 more accepts gzip or zlib.
-_WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": 47}
+_WINDOW_BITS = {b"gzip": 16 + zlib.MAX_WBITS, b"x-gzip": 16 + zlib.MAX_WBITS, b"deflate": 47}
 
 
 class Inflater:
     """Decompresses one answer, piece by piece, up to ``max_bytes`` in all."""
 
-    def __init__(self, encoding: str, max_bytes: int) -> None:
+    def __init__(self, encoding: bytes, max_bytes: int) -> None:
         self._inflate = zlib.decompressobj(_WINDOW_BITS[encoding])
         self._left_bytes = max_bytes
 
     @staticmethod
-    def can(encoding: str) -> bool:
-        """Whether ``encoding`` (a header value) is one this class undoes."""
-        return encoding.strip().lower() in _WINDOW_BITS
+    def can(encoding: bytes) -> bool:
+        """Whether ``encoding`` (in lower case) is one this class undoes."""
+        return encoding in _WINDOW_BITS
 
     def feed(self, data: bytes) -> bytes:
         """Return what ``data`` adds.

@@ -1,4 +1,4 @@
-"""Which headers cross the gateway, in both directions.
+"""Which headers cross the gateway, in both directions, as ready lines of bytes.
 
 Source: RFC 9110, 7.6.1 (hop-by-hop fields and those that ``connection`` names).
 """
@@ -6,16 +6,11 @@ Source: RFC 9110, 7.6.1 (hop-by-hop fields and those that ``connection`` names).
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from gateway.errors import HeadTooLarge
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from gateway.upstream import Headers
-
-RawPairs = tuple[tuple[bytes, bytes], ...]
+RawPairs = Iterable[tuple[bytes, bytes]]
 
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer"
@@ -32,6 +27,26 @@ _NOT_RETURNED = _HOP_BY_HOP | frozenset((b"content-length", b"x-request-id"))
 _PLAIN_CONNECTION = frozenset((b"", b"keep-alive", b"close"))
 # Long enough for any tracing scheme, short enough for a log line.
 MAX_REQUEST_ID_CHARS = 128
+# Names are chosen by clients, so what is remembered of them must end somewhere.
+_MAX_KNOWN_NAMES = 1000
+
+
+class _Prefixes(dict[bytes, bytes]):
+    """Name as sent -> the beginning of its line, empty if it is not passed on."""
+
+    def __init__(self, dropped: frozenset[bytes]) -> None:
+        super().__init__()
+        self._dropped = dropped
+
+    def __missing__(self, name: bytes) -> bytes:
+        prefix = b"" if name.lower() in self._dropped else name + b": "
+        if len(self) < _MAX_KNOWN_NAMES:
+            self[name] = prefix
+        return prefix
+
+
+_forwarded = _Prefixes(_NOT_FORWARDED)
+_returned = _Prefixes(_NOT_RETURNED)
 
 
 def request_id_from(given: str | None) -> str:
@@ -41,52 +56,43 @@ def request_id_from(given: str | None) -> str:
     return os.urandom(16).hex()
 
 
-def to_worker(raw: RawPairs, request_id: str, max_bytes: int) -> Headers:
-    """Return the headers to send on; ``host`` and ``content-length`` are the connection's.
+def to_worker(raw: RawPairs, connection: str | None, request_id: str, max_bytes: int) -> bytes:
+    """Return the header lines to send on; ``host`` and ``content-length`` are not among them.
+
+    Args:
+        raw: The client's headers as sent.
+        connection: The value of its ``connection`` header.
+        request_id: Sent as ``x-request-id``.
+        max_bytes: Limit on all lines together.
 
     Raises:
-        HeadTooLarge: If all headers together are larger than ``max_bytes``.
+        HeadTooLarge: If they are larger.
     """
-    size = 0
-    kept: Headers = []
-    named: Iterable[bytes] = ()
-    for pair in raw:
-        name, value = pair
-        size += len(name) + len(value)
-        lower = name.lower()
-        if lower not in _NOT_FORWARDED:
-            kept.append(pair)
-        elif lower == b"connection" and value.lower() not in _PLAIN_CONNECTION:
-            named = [token.strip() for token in value.lower().split(b",")]
-    if size > max_bytes:
-        raise HeadTooLarge(f"headers are {size} bytes, the limit is {max_bytes}")
-    if named:
-        kept = [pair for pair in kept if pair[0].lower() not in named]
+    raw = _without_named(raw, connection.encode() if connection else b"")
+    lines = [prefix + value for name, value in raw if (prefix := _forwarded[name])]
     # Answers are observed as they pass, so they must not be compressed.
-    kept.append((b"accept-encoding", b"identity"))
-    kept.append((b"x-request-id", request_id.encode()))
-    return kept
+    lines.append(b"accept-encoding: identity\r\nx-request-id: %b\r\n" % request_id.encode())
+    block = b"\r\n".join(lines)
+    if len(block) > max_bytes:
+        raise HeadTooLarge(f"headers are {len(block)} bytes, the limit is {max_bytes}")
+    return block
 
 
-def to_client(headers: Headers) -> list[tuple[str, str]]:
-    """Return the headers of a worker's answer that its client gets."""
-    kept = []
-    named: Iterable[bytes] = ()
-    for name, value in headers:
-        lower = name.lower()
-        if lower not in _NOT_RETURNED:
-            # Only visible ASCII is certain to mean the same everywhere; Latin-1 loses nothing.
-            kept.append((name.decode("latin-1"), value.decode("latin-1")))
-        elif lower == b"connection" and value.lower() not in _PLAIN_CONNECTION:
-            named = [token.strip() for token in value.lower().split(b",")]
-    if named:
-        kept = [pair for pair in kept if pair[0].lower().encode() not in named]
-    return kept
+def to_client(raw: RawPairs, connection: bytes) -> bytes:
+    """Return the header lines of a worker's answer that its client gets.
+
+    Args:
+        raw: The worker's headers as sent.
+        connection: The value of its ``connection`` header, empty if there is none.
+    """
+    raw = _without_named(raw, connection)
+    lines = [prefix + value for name, value in raw if (prefix := _returned[name])]
+    return b"\r\n".join(lines) + b"\r\n" if lines else b""
 
 
-def find(headers: Headers, name: bytes) -> bytes:
-    """Return the value of a header, given in lower case; empty if it is not there."""
-    for key, value in headers:
-        if len(key) == len(name) and key.lower() == name:
-            return value
-    return b""
+def _without_named(raw: RawPairs, connection: bytes) -> RawPairs:
+    """Leave out the headers that ``connection`` names."""
+    if connection.lower() in _PLAIN_CONNECTION:
+        return raw
+    named = {token.strip() for token in connection.lower().split(b",")}
+    return [pair for pair in raw if pair[0].lower() not in named]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from gateway import headers as http_headers
 from gateway.delivery import Delivery
 from gateway.dispatch import Decision, Outcome
 from gateway.errors import (
@@ -25,6 +24,7 @@ from gateway.errors import (
     WorkerFailed,
     WorkerTimeout,
 )
+from gateway.headers import to_worker
 from gateway.retry import RetryBudget
 from gateway.splice import splice
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from gateway.limits import Limits
     from gateway.pool import Pool
     from gateway.record import RequestRecord
-    from gateway.upstream import Headers, Response
 
 
 class Proxy:
@@ -84,8 +83,11 @@ class Proxy:
                 param="model",
             )
         record.pool = pool.name
-        headers = http_headers.to_worker(
-            request.raw_headers, record.request_id, self.limits.head_bytes
+        headers = to_worker(
+            request.raw_headers,
+            request.headers.get("connection"),
+            record.request_id,
+            self.limits.head_bytes,
         )
         routing_s = self.clock()
         plan = await self.dispatcher.plan(pool, inbound)
@@ -113,7 +115,7 @@ class _Sending:
         proxy: Proxy,
         request: web.Request,
         plan: Plan,
-        headers: Headers,
+        headers: bytes,
         body: bytes,
         budget: RetryBudget,
         record: RequestRecord,
@@ -157,8 +159,18 @@ class _Sending:
 
     async def _attempt(self, ticket: Ticket) -> web.StreamResponse | Decision:
         """Ask one worker: its answer as delivered, or the decision for another attempt."""
+        upstream, limits = ticket.worker.upstream, self._proxy.limits
+        if upstream is None:
+            raise LookupError(f"worker {ticket.worker.id} has no connections")
         try:
-            answer = await self._ask(ticket)
+            answer = await upstream.request(
+                "POST",
+                self._request.path,
+                self._headers,
+                self._body,
+                first_byte_s=limits.first_byte_s,
+                total_s=limits.request_s,
+            )
         except (ConnectFailed, ResetBeforeFirstByte) as error:
             is_connect = isinstance(error, ConnectFailed)
             ticket.finish(Outcome.CONNECT_FAILED if is_connect else Outcome.UPSTREAM_RESET)
@@ -167,7 +179,7 @@ class _Sending:
             ticket.finish(Outcome.FIRST_BYTE_TIMEOUT)
             raise WorkerTimeout(
                 f"Worker {ticket.worker.id} did not begin to answer within "
-                f"{self._proxy.limits.first_byte_s:g} s.",
+                f"{limits.first_byte_s:g} s.",
                 code="first_byte_timeout",
                 should_retry=False,
             ) from error
@@ -185,19 +197,6 @@ class _Sending:
             ).run()
         finally:
             answer.close()
-
-    async def _ask(self, ticket: Ticket) -> Response:
-        upstream, limits = ticket.worker.upstream, self._proxy.limits
-        if upstream is None:
-            raise LookupError(f"worker {ticket.worker.id} has no connections")
-        return await upstream.request(
-            "POST",
-            self._request.path,
-            self._headers,
-            self._body,
-            first_byte_s=limits.first_byte_s,
-            total_s=limits.request_s,
-        )
 
     def _again(self, ticket: Ticket, error: UpstreamError) -> Decision:
         """Choose where to try again after a failure before the first byte.

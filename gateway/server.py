@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import time
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,9 @@ _MAX_FIELD_RATIO = 4
 _LINGER_S = 2.0
 # How long streams get to pass on their error event once the drain time is over.
 _END_S = 2.0
+# Requests leave hardly a cycle behind; Python's defaults (700, 10, 10) collect every few requests
+# all the same, and cost 8 % of the CPU of a small one (measured 2026-11-30, in process).
+_GC_THRESHOLDS = (20_000, 20, 50)
 # Connections waiting to be accepted; a burst of a thousand agents must not see refusals.
 _BACKLOG = 1024
 
@@ -94,6 +98,10 @@ async def serve(
         (hurry if stop.is_set() else stop).set()
 
     listener = await Listener.start(app, host, port, ssl=ssl)
+    # What exists by now lives as long as the process; looking at it again finds nothing.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     try:

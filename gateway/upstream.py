@@ -93,7 +93,7 @@ class Upstream:
         self,
         method: str,
         target: str,
-        headers: Headers,
+        headers: Headers | bytes,
         body: bytes = b"",
         *,
         first_byte_s: float | None = None,
@@ -104,7 +104,8 @@ class Upstream:
         Args:
             method: Request method.
             target: Path and query, beginning with a slash.
-            headers: End-to-end headers only; ``host`` and ``content-length`` are added.
+            headers: End-to-end headers only, as pairs or as ready lines, each with its end.
+                ``host`` and ``content-length`` are added.
             body: The whole body.
             first_byte_s: Overrides the pool's deadline for the head of the answer.
             total_s: Overrides the pool's deadline for the end of the answer.
@@ -174,14 +175,14 @@ class Upstream:
 
     # Internals.
 
-    def _head(self, method: str, target: str, headers: Headers, length: int) -> bytes:
-        parts = [method.encode(), b" ", (self._prefix + target).encode(), self._host_line]
-        for name, value in headers:
-            parts += (name, b": ", value, b"\r\n")
-        if length or method not in ("GET", "HEAD"):
-            parts.append(b"content-length: %d\r\n" % length)
-        parts.append(b"\r\n")
-        return b"".join(parts)
+    def _head(self, method: str, target: str, headers: Headers | bytes, length: int) -> bytes:
+        if not isinstance(headers, bytes):
+            headers = b"".join(b"%b: %b\r\n" % pair for pair in headers)
+        framing = b"content-length: %d\r\n\r\n" % length
+        if not length and method in ("GET", "HEAD"):
+            framing = b"\r\n"
+        start = f"{method} {self._prefix}{target}".encode()
+        return b"".join((start, self._host_line, headers, framing))
 
     def _take_idle(self) -> Connection | None:
         # The one used last is the one least likely to be closed by the worker meanwhile.

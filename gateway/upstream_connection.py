@@ -199,12 +199,18 @@ class Connection(asyncio.Protocol):
         response.headers = headers
         is_framed = status in (204, 304)
         for name, value in headers:
-            # Engines send a handful of headers; the length test spares most of the lowering.
-            if len(name) == 14 and name.lower() == b"content-length":
-                response.content_length = int(value)
-                is_framed = True
-            elif len(name) == 17 and name.lower() == b"transfer-encoding":
-                is_framed = value.lower().endswith(b"chunked")
+            match name.lower():
+                case b"content-type":
+                    response.content_type = value
+                case b"content-length":
+                    response.content_length = int(value)
+                    is_framed = True
+                case b"transfer-encoding":
+                    is_framed = value.lower().endswith(b"chunked")
+                case b"content-encoding":
+                    response.content_encoding = value.strip().lower()
+                case b"connection":
+                    response.connection = value
         self._is_until_close = not is_framed
         self.head_done = True
         self.deadline_s = self._total_s

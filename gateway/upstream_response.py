@@ -31,9 +31,10 @@ class StaleConnection(Exception):
 class Response:
     """A worker's answer: its head, then its body, read once by one task.
 
-    ``headers`` are the raw pairs as sent; ``content_length`` is None for chunked and until-close
-    bodies. Call ``close`` when done, in any state: an unfinished exchange is aborted, which is how
-    a worker learns that nobody wants its tokens.
+    ``headers`` are the raw pairs as sent, and those that decide how the body is read are attributes
+    (empty if not sent); ``content_length`` is None for chunked and until-close bodies.
+    Call ``close`` when done, in any state: an unfinished exchange is aborted, which is how a worker
+    learns that nobody wants its tokens.
     """
 
     __slots__ = (
@@ -46,7 +47,10 @@ class Response:
         "_sink",
         "_waiter",
         "complete",
+        "connection",
+        "content_encoding",
         "content_length",
+        "content_type",
         "headers",
         "status",
     )
@@ -55,6 +59,7 @@ class Response:
         self.status = 0
         self.headers: Headers = []
         self.content_length: int | None = None
+        self.content_type = self.content_encoding = self.connection = b""
         self.complete = False
         self._connection = connection
         self._buffer: list[bytes] = []
