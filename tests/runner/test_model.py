@@ -147,7 +147,7 @@ def test_contexts_kept_between_steps_read_like_gathered_ones(
     gathered.data.copy_(kept.data)
     tables = [list(range(at, 40, 4)) for at in range(4)]
     ends = [70, 50, 20, 61]
-    for step in range(90):
+    for step in range(85):
         together = [0, 1, 2, 3] if 30 <= step < 60 else [0, 1, 3]
         token = step % 97
         chunks = [Chunk([token], ends[at], tables[at], True, f"sample {at}") for at in together]
@@ -158,7 +158,8 @@ def test_contexts_kept_between_steps_read_like_gathered_ones(
         assert order == same_order
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
         for at in together:
-            ends[at] += 1
+            # Once, positions are filled from elsewhere, as a restore would.
+            ends[at] += 3 if step == 75 else 1
 
 
 def test_equal_bytes_and_boundaries_give_equal_bits(tiny: Model) -> None:
