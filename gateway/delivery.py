@@ -108,8 +108,7 @@ class Delivery:
         answer = self._answer
         length = answer.content_length if self._inflater is None else None
         response = SplicedResponse(answer.status, lines, length=length)
-        await self._open(response)
-        write = self._writer(response, None)
+        write = self._inflated(await self._open(response))
         write(begin)
         try:
             await answer.pump(write, self._drain)
@@ -126,22 +125,21 @@ class Delivery:
         if b"\r\ncache-control:" not in b"\r\n" + lines.lower():
             lines += b"cache-control: no-cache\r\n"
         response = SplicedResponse(answer.status, lines + b"x-accel-buffering: no\r\n")
-        await self._open(response)
+        send, feed = await self._open(response), observer.feed
         is_waiting = True
 
-        def observe(data: bytes) -> bytes:
+        def write(data: bytes) -> bool:
             nonlocal is_waiting
-            data = observer.feed(data)
+            data = feed(data)
             if is_waiting and observer.has_token:
                 is_waiting = False
                 self._ticket.first_token()
                 self._record.ttft_s = self._clock() - self._started_s
-            return data
+            return send(data)
 
-        write = self._writer(response, observe)
         error: GatewayError | None = None
         try:
-            await answer.pump(write, self._drain)
+            await answer.pump(self._inflated(write), self._drain)
         except UpstreamError as failure:
             self._failure = failure
         except asyncio.CancelledError:
@@ -150,10 +148,10 @@ class Delivery:
             error = self._shutdown()
         error = error or self._account(observer)
         if error is None:
-            response.send(observer.rest())
+            send(observer.rest())
         else:
             response.force_close()
-            response.send((b"\n\n" if observer.is_mid_event else b"") + error.event())
+            send((b"\n\n" if observer.is_mid_event else b"") + error.event())
         await response.write_eof()
         return response
 
@@ -182,24 +180,23 @@ class Delivery:
             code="stream_cut_off",
         )
 
-    async def _open(self, response: SplicedResponse) -> None:
+    async def _open(self, response: SplicedResponse) -> Callable[[bytes], bool]:
+        """Send the head; return what writes the body."""
         if self._request.version < HttpVersion11:
             response.force_close()
         await response.prepare(self._request)
         self._record.status = response.status
+        return response.writer()
 
-    def _writer(
-        self, response: SplicedResponse, observe: Callable[[bytes], bytes] | None
-    ) -> Callable[[bytes], bool]:
-        """Return what ``Response.pump`` writes pieces with."""
-        send, inflater = response.send, self._inflater
+    def _inflated(self, write: Callable[[bytes], bool]) -> Callable[[bytes], bool]:
+        """Put the undoing of the worker's content encoding, if there is one, before ``write``."""
+        inflater = self._inflater
         if inflater is None:
-            return send if observe is None else lambda data: send(observe(data))
-        look = observe or (lambda data: data)
+            return write
 
         def inflate(data: bytes) -> bool:
             try:
-                return send(look(inflater.feed(data)))
+                return write(inflater.feed(data))
             except UpstreamError as error:
                 self._failure = error
                 return False

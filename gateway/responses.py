@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from aiohttp import HttpVersion11, web
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiohttp.abc import AbstractStreamWriter
     from aiohttp.web_request import BaseRequest
 
@@ -28,8 +30,8 @@ class SplicedResponse(web.StreamResponse):
     Args:
         status: The worker's.
         lines: Header lines, each with its end; without framing.
-        body: The whole body; None if ``send`` will be called.
-        length: Length of the body that ``send`` will be given; None if it is not known.
+        body: The whole body; None if it will be written in pieces.
+        length: Length of all pieces together; None if it is not known.
     """
 
     def __init__(
@@ -74,15 +76,31 @@ class SplicedResponse(web.StreamResponse):
             await request.writer.drain()
         return None
 
-    def send(self, data: bytes) -> bool:
-        """Write body bytes in the framing that the head announced; False if the client is slow."""
+    def writer(self) -> Callable[[bytes], bool]:
+        """Return what writes body bytes in the framing that the head announced.
+
+        It may be called from any callback, and returns False when the client is slow or has left.
+        Everything it needs is bound once: with hundreds of streams, each attribute it had to look
+        up per piece would be a cache miss.
+
+        Raises:
+            ConnectionError: If the client has left already.
+        """
         client = self._client
         transport = client.transport if client is not None else None
-        if client is None or transport is None or transport.is_closing():
-            return False
-        if data:
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
-        return not client.protocol.writing_paused
+        if client is None or transport is None:
+            raise ConnectionResetError("the client has left")
+        protocol, is_chunked = client.protocol, self._is_chunked
+        is_closing, send = transport.is_closing, transport.write
+
+        def write(data: bytes) -> bool:
+            if is_closing():
+                return False
+            if data:
+                send(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
+            return not protocol.writing_paused
+
+        return write
 
     async def write_eof(self, data: bytes = b"") -> None:
         """End the body."""
@@ -90,8 +108,11 @@ class SplicedResponse(web.StreamResponse):
             return
         self._is_ended = True
         client = self._client
-        if self._is_chunked and client is not None and client.transport is not None:
-            client.transport.write(b"0\r\n\r\n")
+        transport = client.transport if client is not None else None
+        if client is None or transport is None or transport.is_closing():
+            return
+        if self._is_chunked:
+            transport.write(b"0\r\n\r\n")
             await client.writer.drain()
 
 

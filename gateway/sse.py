@@ -9,7 +9,6 @@ Source: WHATWG HTML, 9.2 "Server-sent events" (line ends CR, LF, CRLF; blank lin
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +58,7 @@ class StreamObserver:
         self.has_token = False
         self.is_mid_event = False
         self._held = bytearray()
-        self._tail: deque[bytes] = deque()
+        self._tail: list[bytes] = []
         self._tail_bytes = 0
 
     def feed(self, data: bytes) -> bytes:
@@ -72,11 +71,10 @@ class StreamObserver:
             self.is_mid_event = False
         if not self.has_token:
             self.has_token = any(map(_has_token, _documents(data)))
-        tail = self._tail
-        tail.append(data)
+        self._tail.append(data)
         self._tail_bytes += len(data)
-        while self._tail_bytes - len(tail[0]) > TAIL_BYTES:
-            self._tail_bytes -= len(tail.popleft())
+        if self._tail_bytes > 2 * TAIL_BYTES:
+            self._trim()
         return data
 
     def rest(self) -> bytes:
@@ -100,6 +98,16 @@ class StreamObserver:
                     if num_choices >= MAX_LAST_CHOICES:
                         break
         return StreamEnd(is_done or is_finished, is_error, usage)
+
+    def _trim(self) -> None:
+        """Forget all but the last pieces: as many as make up ``TAIL_BYTES``, and at least one."""
+        tail, size = self._tail, self._tail_bytes
+        dropped = 0
+        while size - len(tail[dropped]) >= TAIL_BYTES:
+            size -= len(tail[dropped])
+            dropped += 1
+        del tail[:dropped]
+        self._tail_bytes = size
 
     def _cut(self, data: bytes) -> bytes:
         """Return the held bytes and ``data`` up to the last end of an event; hold the rest."""

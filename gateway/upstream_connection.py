@@ -30,6 +30,13 @@ class Connection(asyncio.Protocol):
     ``deadline_s`` is the loop time at which ``Upstream`` fails the exchange.
     """
 
+    __slots__ = (
+        *("_head_bytes", "_headers", "_is_head_request", "_is_interim", "_is_message_complete"),
+        *("_is_paused", "_is_reusable", "_is_stray", "_is_until_close", "_parser", "_pieces"),
+        *("_response", "_stale_before_s", "_total_s", "_transport", "_upstream"),
+        *("deadline_s", "head_done", "idle_since_s", "loop", "on_body"),
+    )
+
     def __init__(self, upstream: Upstream, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.deadline_s = math.inf
