@@ -126,5 +126,6 @@ def json_response(
     body: bytes, headers: list[tuple[str, str]] | None = None, *, status: int = 200
 ) -> web.Response:
     """Return an encoded JSON document."""
-    pairs = [("content-type", "application/json"), *(headers or ())]
+    # aiohttp would name itself and its version.
+    pairs = [("content-type", "application/json"), ("server", "warmlane"), *(headers or ())]
     return web.Response(body=body, status=status, headers=pairs)
