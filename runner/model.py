@@ -82,44 +82,50 @@ class ModelWeights:
             read_optional: The same, None if there is none.
             dtype: To compute in. Scales are folded before rounding to it.
         """
-
-        def joined(prefix: str, names: Sequence[str], scale: torch.Tensor) -> PackedLinear:
-            weight = torch.cat([read(f"{prefix}.{name}.weight") for name in names]) * scale
-            biases = [read_optional(f"{prefix}.{name}.bias") for name in names]
-            present = [bias for bias in biases if bias is not None]
-            bias = torch.cat(present).to(dtype) if present else None
-            return PackedLinear(weight.to(dtype), bias)
-
-        def layer(prefix: str) -> LayerWeights:
-            attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-            one = torch.ones(1)
-            qk_norm = None
-            if config.has_qk_norm:
-                query, key = read(f"{attention}.q_norm.weight"), read(f"{attention}.k_norm.weight")
-                heads = [query] * config.num_heads + [key] * config.num_kv_heads
-                qk_norm = torch.stack(heads).to(dtype)
-            return LayerWeights(
-                joined(
-                    attention,
-                    ("q_proj", "k_proj", "v_proj"),
-                    read(f"{prefix}.input_layernorm.weight"),
-                ),
-                joined(attention, ("o_proj",), one),
-                joined(
-                    mlp,
-                    ("gate_proj", "up_proj"),
-                    read(f"{prefix}.post_attention_layernorm.weight"),
-                ),
-                joined(mlp, ("down_proj",), one),
-                qk_norm,
-            )
-
+        reader = _Reader(config, read, read_optional, dtype)
         with torch.inference_mode():
             embedding = read("model.embed_tokens.weight")
             head = read_optional("lm_head.weight")
             head = (embedding if head is None else head) * read("model.norm.weight")
-            layers = [layer(f"model.layers.{at}") for at in range(config.num_layers)]
+            layers = [reader.layer(f"model.layers.{at}") for at in range(config.num_layers)]
             return cls(embedding.to(dtype), layers, PackedLinear(head.to(dtype)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads layers; see ``ModelWeights.read``."""
+
+    config: ModelConfig
+    read: Callable[[str], torch.Tensor]
+    read_optional: Callable[[str], torch.Tensor | None]
+    dtype: torch.dtype
+
+    def layer(self, prefix: str) -> LayerWeights:
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        before_attention = self.read(f"{prefix}.input_layernorm.weight")
+        before_mlp = self.read(f"{prefix}.post_attention_layernorm.weight")
+        return LayerWeights(
+            qkv=self._joined(attention, ("q_proj", "k_proj", "v_proj"), before_attention),
+            output=self._joined(attention, ("o_proj",)),
+            gate_up=self._joined(mlp, ("gate_proj", "up_proj"), before_mlp),
+            down=self._joined(mlp, ("down_proj",)),
+            qk_norm=self._qk_norm(attention) if self.config.has_qk_norm else None,
+        )
+
+    def _joined(
+        self, prefix: str, names: Sequence[str], scale: torch.Tensor | float = 1.0
+    ) -> PackedLinear:
+        """Join linears of the same input, whose norm scale is ``scale``."""
+        weight = torch.cat([self.read(f"{prefix}.{name}.weight") for name in names]) * scale
+        biases = [self.read_optional(f"{prefix}.{name}.bias") for name in names]
+        present = [bias for bias in biases if bias is not None]
+        bias = torch.cat(present).to(self.dtype) if present else None
+        return PackedLinear(weight.to(self.dtype), bias)
+
+    def _qk_norm(self, prefix: str) -> torch.Tensor:
+        query, key = self.read(f"{prefix}.q_norm.weight"), self.read(f"{prefix}.k_norm.weight")
+        heads = [query] * self.config.num_heads + [key] * self.config.num_kv_heads
+        return torch.stack(heads).to(self.dtype)
 
 
 class Model:
