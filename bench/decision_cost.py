@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from gateway.cost import CostModel
-from gateway.dispatch import Dispatcher, Inbound, Outcome, Ticket, Usage
-from gateway.learner import Learner
-from gateway.pool import Mode, Pool, Worker
+from gateway.routing.cost import CostModel
+from gateway.routing.dispatch import Dispatcher, Inbound, Outcome, Ticket, Usage
+from gateway.routing.learner import Learner
+from gateway.routing.pool import Mode, Pool, Worker
 from prefix_index.chat import ChatTemplate
 from prefix_index.index import Index
 from prefix_index.prompts import PromptReader

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-from gateway.body import parse_body, read_body
-from gateway.dispatch import Inbound, explain_json
 from gateway.errors import Forbidden, GatewayError, ModelNotFound, NotFound, Unauthorized
-from gateway.headers import request_id_from
-from gateway.responses import error_response, json_response
+from gateway.proxy.body import parse_body, read_body
+from gateway.proxy.headers import request_id_from
+from gateway.proxy.responses import error_response, json_response
+from gateway.routing.dispatch import Inbound, explain_json
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from gateway.body import Surface
-    from gateway.dispatch import Dispatcher
-    from gateway.fleet import Fleet
-    from gateway.limits import Limits
-    from gateway.pool import Pool, Worker
-    from gateway.telemetry import Telemetry
+    from gateway.fleet.fleet import Fleet
+    from gateway.proxy.body import Surface
+    from gateway.proxy.limits import Limits
+    from gateway.routing.dispatch import Dispatcher
+    from gateway.routing.pool import Pool, Worker
+    from gateway.telemetry.requests import Telemetry
 
 # What Prometheus' text parsers expect.
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

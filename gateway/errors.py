@@ -19,7 +19,7 @@ What a client gets, always as OpenAI's body and with ``x-request-id``::
     |   +-- ShuttingDown         503 overloaded_error, retry-after
     +-- WorkerTimeout            504 timeout_error
 
-What ``gateway/upstream.py`` raises towards the proxy, never shown to a client as such::
+What ``gateway/upstream/client.py`` raises towards the proxy, never shown to a client as such::
 
     UpstreamError
     +-- ConnectFailed            nothing was sent

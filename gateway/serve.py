@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import structlog
 
 from gateway.admin import Admin
-from gateway.dispatch import Dispatcher
-from gateway.fleet import Fleet
-from gateway.fleet_metrics import FleetCollector
-from gateway.limits import Limits
-from gateway.request_log import RequestLog
-from gateway.server import LIFECYCLE, make_app, serve
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.metrics import FleetCollector
+from gateway.proxy.limits import Limits
+from gateway.proxy.server import LIFECYCLE, make_app, serve
+from gateway.routing.dispatch import Dispatcher
 from gateway.settings import ConfigError
-from gateway.telemetry import Telemetry
+from gateway.telemetry.request_log import RequestLog
+from gateway.telemetry.requests import Telemetry
 from gateway.unsupported import unsupported
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from gateway.config import ServerConfig, Settings
-    from gateway.record import RequestRecord
+    from gateway.telemetry.record import RequestRecord
 
 
 class Gateway:

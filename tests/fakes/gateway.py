@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from gateway.dispatch import Dispatcher
-from gateway.pool import Pool, Worker
-from gateway.server import LIFECYCLE, Listener, make_app
-from gateway.upstream import Upstream
+from gateway.proxy.server import LIFECYCLE, Listener, make_app
+from gateway.routing.dispatch import Dispatcher
+from gateway.routing.pool import Pool, Worker
+from gateway.upstream.client import Upstream
 from tests.support import poll_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from gateway.lifecycle import Lifecycle
-    from gateway.limits import Limits
-    from gateway.record import RequestRecord
+    from gateway.proxy.lifecycle import Lifecycle
+    from gateway.proxy.limits import Limits
+    from gateway.telemetry.record import RequestRecord
 
 CHAT = "/v1/chat/completions"
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from gateway.cost import CostModel
-from gateway.dispatch import Dispatcher, Outcome, Plan, Ticket, Usage
-from gateway.pool import Pool
+from gateway.routing.cost import CostModel
+from gateway.routing.dispatch import Dispatcher, Outcome, Plan, Ticket, Usage
+from gateway.routing.pool import Pool
 from prefix_index.blocks import BlockHash, usable_blocks
 from tests.gateway.routing_parts import BLOCK, Clock
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from gateway.cost import CostModel
-from gateway.dispatch import Dispatcher, Inbound
-from gateway.learner import Learner
-from gateway.pool import Pool, Worker
+from gateway.routing.cost import CostModel
+from gateway.routing.dispatch import Dispatcher, Inbound
+from gateway.routing.learner import Learner
+from gateway.routing.pool import Pool, Worker
 from prefix_index.chat import ChatTemplate
 from prefix_index.index import Index
 from prefix_index.prompts import Prompt, PromptReader

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.affinity import MAX_VALUE_CHARS, affinity_key
+from gateway.routing.affinity import MAX_VALUE_CHARS, affinity_key
 
 KINDS = ("document", "knowledge_base", "session", "tenant", "prefix")
 QUESTION = {"model": "m", "messages": [{"role": "user", "content": "q"}]}

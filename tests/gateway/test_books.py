@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway.active import ActiveBlocks, common_until
-from gateway.books import Books, Charge
-from gateway.cost import OUTPUT_ALLOWANCE_TOKENS
+from gateway.routing.active import ActiveBlocks, common_until
+from gateway.routing.books import Books, Charge
+from gateway.routing.cost import OUTPUT_ALLOWANCE_TOKENS
 from prefix_index.blocks import BlockHash, hash_blocks, root_hash
 
 BLOCK = 4

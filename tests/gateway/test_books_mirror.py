@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.mirror import GRAIN_TOKENS, MAX_ENTRIES, LruMirror
+from gateway.routing.mirror import GRAIN_TOKENS, MAX_ENTRIES, LruMirror
 from prefix_index.blocks import BlockHash, hash_blocks, root_hash
 
 BLOCK = 16

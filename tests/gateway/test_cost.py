@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.cost import (
+from gateway.routing.cost import (
     Candidate,
     CostModel,
     Estimate,

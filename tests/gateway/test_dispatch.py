@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gateway.dispatch import Dispatcher, Inbound, Outcome, Plan, Ticket, Usage
-from gateway.pool import Pool
-from gateway.routing import Reason
+from gateway.routing.choose import Reason
+from gateway.routing.dispatch import Dispatcher, Inbound, Outcome, Plan, Ticket, Usage
+from gateway.routing.pool import Pool
 from tests.gateway.routing_parts import (
     BLOCK,
     Clock,

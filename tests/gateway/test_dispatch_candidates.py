@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.dispatch import Dispatcher, Outcome, Plan, explain_json
-from gateway.pool import Pool
-from gateway.routing import Candidate, Reason
+from gateway.routing.choose import Candidate, Reason
+from gateway.routing.dispatch import Dispatcher, Outcome, Plan, explain_json
+from gateway.routing.pool import Pool
 from prefix_index.chat import ChatTemplate
 from prefix_index.prompts import PromptReader
 from tests.gateway.routing_parts import (

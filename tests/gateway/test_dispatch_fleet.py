@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from gateway.cost import CostModel
-from gateway.dispatch import Dispatcher, Outcome, Plan
-from gateway.pool import Pool
-from gateway.routing import Reason
+from gateway.routing.choose import Reason
+from gateway.routing.cost import CostModel
+from gateway.routing.dispatch import Dispatcher, Outcome, Plan
+from gateway.routing.pool import Pool
 from tests.gateway.engine_sim import Fleet
 from tests.gateway.routing_parts import H100, Clock, chat, dispatcher, is_idle, make_pool
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.pending import MAX_COMPARED, Pending
+from gateway.routing.pending import MAX_COMPARED, Pending
 from prefix_index.blocks import BlockHash, hash_blocks, root_hash
 
 ROOT = root_hash("m")

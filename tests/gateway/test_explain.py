@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.dispatch import Inbound, Plan
-from gateway.explain import decide_again, explain_json
+from gateway.routing.dispatch import Inbound, Plan
+from gateway.routing.explain import decide_again, explain_json
 from tests.gateway.routing_parts import BLOCK, Clock, chat, dispatcher, hold, ids, make_pool
 
 FIELDS = {

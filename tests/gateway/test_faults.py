@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from gateway.limits import Limits
+from gateway.proxy.limits import Limits
 from tests.fakes.engine import (
     DONE,
     FINISH,

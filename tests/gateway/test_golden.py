@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gateway.cost import Candidate, CostModel, queue_s
-from gateway.routing import Decision, Reason, RouteInput, choose
+from gateway.routing.choose import Decision, Reason, RouteInput, choose
+from gateway.routing.cost import Candidate, CostModel, queue_s
 
 DATA = Path(__file__).parents[1] / "data" / "routing-golden"
 TERMS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.health import (
+from gateway.routing.health import (
     FIRST_PAUSE_S,
     LAST_PAUSE_S,
     MAX_FAILED_CHECKS,

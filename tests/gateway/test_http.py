@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gateway.limits import Limits
-from gateway.pool import Pool
+from gateway.proxy.limits import Limits
+from gateway.routing.pool import Pool
 from tests.fakes.engine import DONE, FINISH, RawEngine, content, openai_engine, stream
 from tests.fakes.gateway import CHAT, RawClient, chat, gateway, wire, worker
 from tests.support import poll_until

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from gateway.cost import CostModel, prefill_s
-from gateway.learner import Learner, OutputLength, slowest
+from gateway.routing.cost import CostModel, prefill_s
+from gateway.routing.learner import Learner, OutputLength, slowest
 
 TRUE = CostModel(3.25e-5, 1.17e-9, 0.004, 5.2e-8)
 START = CostModel(1e-4, 3e-9, 0.01, 2e-7)

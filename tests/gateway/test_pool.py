@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.cost import CostModel
-from gateway.learner import Learner
-from gateway.pool import MAX_DIVERGED, Worker
+from gateway.routing.cost import CostModel
+from gateway.routing.learner import Learner
+from gateway.routing.pool import MAX_DIVERGED, Worker
 from prefix_index.blocks import root_hash
 from prefix_index.index import Index
 from prefix_index.prompts import Prompt

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.limits import Limits
-from gateway.pool import Pool
+from gateway.proxy.limits import Limits
+from gateway.routing.pool import Pool
 from tests.fakes.engine import (
     DONE,
     FINISH,

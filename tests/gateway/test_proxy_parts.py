@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.encoding import Inflater
 from gateway.errors import HeadTooLarge, MalformedAnswer
-from gateway.headers import request_id_from, to_client, to_worker
-from gateway.retry import MAX_SAVED, RetryBudget
+from gateway.proxy.encoding import Inflater
+from gateway.proxy.headers import request_id_from, to_client, to_worker
+from gateway.proxy.retry import MAX_SAVED, RetryBudget
 
 NAMES = st.sampled_from(
     [b"Accept", b"X-A", b"TE", b"Upgrade", b"Host", b"Content-Length", b"KEEP-ALIVE", b"x-hop"]
@@ -47,7 +47,7 @@ def test_header_lines_are_bounded() -> None:
 
 
 def test_names_chosen_by_clients_are_not_remembered_for_ever() -> None:
-    from gateway import headers
+    from gateway.proxy import headers
 
     to_worker([(b"n%d" % i, b"") for i in range(5000)], None, "id", 1 << 20)
 

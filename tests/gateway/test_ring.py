@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from gateway.ring import Ring
+from gateway.routing.ring import Ring
 
 KEYS = [f"0:|session|s{i}" for i in range(10_000)]
 EIGHT = [f"w{k}" for k in range(8)]

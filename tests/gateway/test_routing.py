@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.cost import Candidate, CostModel
-from gateway.routing import Decision, Reason, RouteInput, choose
+from gateway.routing.choose import Decision, Reason, RouteInput, choose
+from gateway.routing.cost import Candidate, CostModel
 
 # Round numbers: a prompt of 1000 tokens is one second of prefill.
 SLOW = CostModel(0.001, 0.0, 0.01, 0.0)

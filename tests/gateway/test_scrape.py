@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gateway.scrape import Scrape, parse
+from gateway.fleet.scrape import Scrape, parse
 
 VLLM = Path(__file__).parents[1] / "data" / "vllm-metrics-0.32.0.txt"
 

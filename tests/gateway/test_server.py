@@ -17,9 +17,9 @@ from tests.support import poll_until
 BODY = json.dumps(chat(stream=True)).encode()
 PROGRAM = """
 import asyncio, sys
-from gateway.dispatch import Dispatcher
-from gateway.pool import Pool
-from gateway.server import make_app, serve
+from gateway.routing.dispatch import Dispatcher
+from gateway.routing.pool import Pool
+from gateway.proxy.server import make_app, serve
 from tests.fakes.gateway import worker
 
 pool = Pool("chat", models=["m"], workers=[worker("w0", sys.argv[1])])

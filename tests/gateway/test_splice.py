@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.splice import members, splice
+from gateway.proxy.splice import members, splice
 
 NAMES = st.sampled_from(["model", "warmlane", "cache_salt", "messages", "seed", "mödel", 'q"uote'])
 SCALARS = st.sampled_from(

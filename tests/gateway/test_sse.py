@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from gateway.dispatch import Usage
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.sse import MAX_HELD_BYTES, StreamObserver, usage_in_body
+from gateway.proxy.sse import MAX_HELD_BYTES, StreamObserver, usage_in_body
+from gateway.routing.dispatch import Usage
 from tests.fakes.engine import DONE, FINISH, ROLE, content, event, usage
 
 EMPTY = event(id="x", choices=[])

@@ -9,9 +9,9 @@ import json
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.record import RequestRecord
-from gateway.request_log import FLUSH_S, RequestLog
-from gateway.telemetry import Telemetry
+from gateway.telemetry.record import RequestRecord
+from gateway.telemetry.request_log import FLUSH_S, RequestLog
+from gateway.telemetry.requests import Telemetry
 
 
 def record(**more) -> RequestRecord:

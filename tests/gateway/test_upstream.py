@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gateway.upstream import (
+from gateway.upstream.client import (
     ConnectFailed,
     FirstByteTimeout,
     MalformedAnswer,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.window import SLOT_S, WINDOW_S, Window
+from gateway.telemetry.window import SLOT_S, WINDOW_S, Window
 
 seconds = st.floats(min_value=1e-4, max_value=1e4)
 

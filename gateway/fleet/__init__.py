@@ -1,0 +1,1 @@
+"""What runs beside the requests: watches, event feeds, prompt readers."""

@@ -1,0 +1,171 @@
+"""Live state as metrics: read at scrape time, so that a worker's series leave with it.
+
+The contract's twelve names are bare samples with ``scope``; a value nobody reports is absent,
+never 0. Each has a typed twin for alerts, here or in ``gateway/telemetry/requests.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    UntypedMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from gateway.fleet.scrape import WORKER_VALUES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from prometheus_client.core import Metric
+
+    from gateway.fleet.fleet import Fleet
+    from gateway.telemetry.requests import Observed, Telemetry
+
+SCOPE = ("scope", "worker")
+WORKER = ("pool", "worker")
+CUMULATIVE = {"kv_cache_eviction_count", "gpu_stall_due_to_kv_restore"}
+# Adding means over workers would be no latency of anything; these have no fleet sample.
+MEANS = {"kv_cache_offload_read_latency", "kv_cache_offload_write_latency"}
+
+
+class FleetCollector(Collector):
+    """Reads pools, feeds and windows; registered with the telemetry's registry."""
+
+    def __init__(self, fleet: Fleet, telemetry: Telemetry, clock: Callable[[], float]) -> None:
+        self._fleet = fleet
+        self._telemetry = telemetry
+        self._clock = clock
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing to check for duplicates: names here are used nowhere else."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families."""
+        yield from self._observed()
+        yield from self._reported()
+        yield from self._state()
+
+    def _observed(self) -> Iterator[Metric]:
+        """Yield the contract's names that the gateway measures itself."""
+        now_s = self._clock()
+        gauges: dict[str, tuple[str, Callable[[Observed], float | None]]] = {
+            "prefix_cache_hit_rate": (
+                "Share of prompt tokens found cached, last 5 minutes",
+                lambda o: o.hit_rate(now_s),
+            ),
+            "ttft_avg": ("Mean TTFT, seconds, last 5 minutes", lambda o: o.ttft_s.mean(now_s)),
+            "ttft_p95": (
+                "95th percentile of TTFT, seconds, last 5 minutes",
+                lambda o: o.ttft_s.quantile(0.95, now_s),
+            ),
+            "ttft_p99": (
+                "99th percentile of TTFT, seconds, last 5 minutes",
+                lambda o: o.ttft_s.quantile(0.99, now_s),
+            ),
+        }
+        for name, (text, read) in gauges.items():
+            yield self._scoped(GaugeMetricFamily(name, text, labels=SCOPE), read)
+        counts: dict[str, tuple[str, Callable[[Observed], float | None]]] = {
+            "prefix_cache_hit_tokens": (
+                "Prompt tokens that workers reported as cached",
+                lambda o: o.hit_tokens if o.saw_cached_tokens else None,
+            ),
+            "prefix_cache_miss_tokens": (
+                "Prompt tokens that workers reported as not cached",
+                lambda o: o.miss_tokens if o.saw_cached_tokens else None,
+            ),
+        }
+        for name, (text, read) in counts.items():
+            yield self._scoped(UntypedMetricFamily(name, text, labels=SCOPE), read)
+
+    def _scoped(
+        self,
+        family: GaugeMetricFamily | UntypedMetricFamily,
+        read: Callable[[Observed], float | None],
+    ) -> Metric:
+        whole = read(self._telemetry.fleet)
+        if whole is not None:
+            family.add_metric(("fleet", ""), whole)
+        for worker, observed in self._telemetry.workers.items():
+            value = read(observed)
+            if value is not None:
+                family.add_metric(("worker", worker), value)
+        return family
+
+    def _reported(self) -> Iterator[Metric]:
+        """Yield the contract's names that only workers can know, as they reported them."""
+        for name in WORKER_VALUES:
+            text = "As reported by the workers"
+            family = (
+                UntypedMetricFamily(name, text, labels=SCOPE)
+                if name in CUMULATIVE
+                else GaugeMetricFamily(name, text, labels=SCOPE)
+            )
+            values = {
+                worker: watch.scrape.values[name]
+                for worker, watch in self._fleet.watches.items()
+                if name in watch.scrape.values
+            }
+            if values and name not in MEANS:
+                family.add_metric(("fleet", ""), sum(values.values()))
+            for worker, value in values.items():
+                family.add_metric(("worker", worker), value)
+            yield family
+
+    def _state(self) -> Iterator[Metric]:
+        """Yield the typed state of workers and index."""
+        now_s = self._clock()
+        ready = GaugeMetricFamily("warmlane_worker_ready", "1 while checks pass", labels=WORKER)
+        exact = GaugeMetricFamily(
+            "warmlane_worker_exact", "1 while the index is fed by its own events", labels=WORKER
+        )
+        parity = GaugeMetricFamily(
+            "warmlane_worker_parity",
+            "1 if its prompt token counts equal ours, 0 if not, -1 unknown",
+            labels=WORKER,
+        )
+        flight = GaugeMetricFamily(
+            "warmlane_in_flight_requests", "Sent and not finished", labels=WORKER
+        )
+        queued = GaugeMetricFamily(
+            "warmlane_queued_tokens", "Uncached prompt tokens without a first token", labels=WORKER
+        )
+        blocks = GaugeMetricFamily(
+            "warmlane_index_blocks", "Blocks believed to be held", labels=(*WORKER, "tier")
+        )
+        age = GaugeMetricFamily(
+            "warmlane_index_age_seconds", "Time since the worker's last KV event", labels=WORKER
+        )
+        gaps = CounterMetricFamily(
+            "warmlane_kv_event_gaps", "Times KV events were missing", labels=WORKER
+        )
+        errors = CounterMetricFamily(
+            "warmlane_kv_event_decode_errors", "Messages that were no events", labels=WORKER
+        )
+        unread = CounterMetricFamily(
+            "warmlane_unread_prompts", "Prompts routed without tokens", labels=("pool", "reason")
+        )
+        for pool in self._fleet.pools:
+            for reason, count in pool.unread_prompts.items():
+                unread.add_metric((pool.name, reason), count)
+            for worker in pool.workers.values():
+                at = (pool.name, worker.id)
+                ready.add_metric(at, worker.health.ready)
+                exact.add_metric(at, worker.mode == "exact")
+                parity.add_metric(at, worker.parity)
+                flight.add_metric(at, worker.books.in_flight)
+                queued.add_metric(at, worker.books.queued_tokens)
+                if pool.index is not None:
+                    for tier, count in pool.index.blocks_by_tier(worker.id).items():
+                        blocks.add_metric((*at, tier), count)
+                if worker.last_event_s is not None:
+                    age.add_metric(at, now_s - worker.last_event_s)
+                if feed := self._fleet.feeds.get(worker.id):
+                    gaps.add_metric(at, feed.subscriber.gaps)
+                    errors.add_metric(at, feed.subscriber.decode_errors)
+        yield from (ready, exact, parity, flight, queued, blocks, age, gaps, errors, unread)

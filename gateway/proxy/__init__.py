@@ -1,0 +1,1 @@
+"""The client surface and one request's way through it."""

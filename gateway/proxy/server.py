@@ -1,0 +1,239 @@
+"""The aiohttp server around the client surface: connections, error shapes, start and drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from aiohttp import web
+
+from gateway.errors import GatewayError, error_for_status
+from gateway.proxy.api import Api
+from gateway.proxy.headers import request_id_from
+from gateway.proxy.lifecycle import Lifecycle
+from gateway.proxy.limits import Limits
+from gateway.proxy.responses import error_response
+
+if TYPE_CHECKING:
+    import ssl as ssl_module
+    from collections.abc import Callable, Sequence
+
+    from gateway.routing.dispatch import Dispatcher
+    from gateway.telemetry.record import RequestRecord
+
+LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
+LIMITS = web.AppKey("limits", Limits)
+
+log = structlog.get_logger("warmlane")
+
+# One header may take this share of all: cookies and traces are the long ones.
+_MAX_FIELD_RATIO = 4
+# How long the rest of a refused body is read, so that its client can read the refusal.
+_LINGER_S = 2.0
+# How long streams get to pass on their error event once the drain time is over.
+_END_S = 2.0
+# Requests leave hardly a cycle behind; Python's defaults (700, 10, 10) collect every few requests
+# all the same, and cost 8 % of the CPU of a small one (measured 2026-11-30, in process).
+_GC_THRESHOLDS = (20_000, 20, 50)
+# Connections waiting to be accepted; a burst of a thousand agents must not see refusals.
+_BACKLOG = 1024
+
+
+def make_app(
+    dispatcher: Dispatcher,
+    *,
+    observe: Callable[[RequestRecord], None],
+    limits: Limits | None = None,
+    extra_routes: Sequence[web.RouteDef] = (),
+    clock: Callable[[], float] = time.monotonic,
+) -> web.Application:
+    """Build the application of the client port.
+
+    Args:
+        dispatcher: Routes requests.
+        observe: Called once per inference request, when it is over.
+        limits: Bounds; None takes the defaults.
+        extra_routes: More routes for this port, such as metrics.
+        clock: Monotonic seconds; the dispatcher's.
+    """
+    app = web.Application()
+    app[LIFECYCLE] = Lifecycle()
+    app[LIMITS] = limits = limits or Limits()
+    Api(dispatcher, observe, limits, app[LIFECYCLE], clock).add_routes(app)
+    app.add_routes(extra_routes)
+    return app
+
+
+async def serve(
+    app: web.Application,
+    host: str,
+    port: int,
+    *,
+    drain_s: float,
+    ready: Callable[[int], None],
+    ssl: ssl_module.SSLContext | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once.
+
+    Args:
+        app: From ``make_app``.
+        host: Address to listen on.
+        port: Port; 0 takes a free one.
+        drain_s: How long running requests may go on after the signal.
+        ready: Called with the port once connections are accepted.
+        ssl: Context for TLS.
+
+    Raises:
+        OSError: If the address cannot be listened on.
+    """
+    loop = asyncio.get_running_loop()
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    listener = await Listener.start(app, host, port, ssl=ssl)
+    # What exists by now lives as long as the process; looking at it again finds nothing.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        ready(listener.port)
+        await stop.wait()
+        running = app[LIFECYCLE].num_running
+        log.info("draining", running=running, drain_s=drain_s)
+        drain = asyncio.create_task(listener.stop(drain_s))
+        hurried = asyncio.create_task(hurry.wait())
+        await asyncio.wait((drain, hurried), return_when=asyncio.FIRST_COMPLETED)
+        if not drain.done():
+            drain.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await drain
+        hurried.cancel()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        await listener.stop(0.0)
+
+
+class Listener:
+    """A listening application. Make it with ``start``."""
+
+    def __init__(
+        self, app: web.Application, runner: web.AppRunner, server: asyncio.Server, port: int
+    ) -> None:
+        self.port = port
+        self._lifecycle = app[LIFECYCLE]
+        self._runner = runner
+        self._server = server
+        self._is_closed = False
+
+    @staticmethod
+    async def start(
+        app: web.Application, host: str, port: int, *, ssl: ssl_module.SSLContext | None = None
+    ) -> Listener:
+        """Start the application and listen.
+
+        Raises:
+            OSError: If the address cannot be listened on.
+        """
+        limits = app[LIMITS]
+        # Without cancellation a vanished client would be noticed at the next write only.
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_END_S)
+        await runner.setup()
+        loop = asyncio.get_running_loop()
+
+        def connection() -> ClientConnection:
+            assert runner.server is not None  # set by setup
+            return ClientConnection(
+                runner.server,
+                loop=loop,
+                keepalive_timeout=limits.idle_s,
+                max_line_size=limits.head_bytes // _MAX_FIELD_RATIO,
+                max_field_size=limits.head_bytes // _MAX_FIELD_RATIO,
+                max_headers=limits.headers,
+                lingering_time=_LINGER_S,
+                auto_decompress=False,
+                access_log=None,  # type: ignore[arg-type]  # aiohttp takes None for no log
+            )
+
+        try:
+            server = await loop.create_server(connection, host, port, backlog=_BACKLOG, ssl=ssl)
+        except BaseException:
+            await runner.cleanup()
+            raise
+        return Listener(app, runner, server, server.sockets[0].getsockname()[1])
+
+    async def stop(self, drain_s: float) -> None:
+        """Take no more requests, let running ones end within ``drain_s``, then close everything.
+
+        New connections are still answered meanwhile, with 503, so that load balancers see it.
+        """
+        if not await self._lifecycle.drain(drain_s):
+            await self._lifecycle.end(_END_S)
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._server.close()
+        await self._runner.cleanup()
+
+
+class ClientConnection(web.RequestHandler):
+    """aiohttp's connection, with every error in OpenAI's shape.
+
+    This is below routing, so it also shapes what never reaches a handler: broken requests, unknown
+    paths, failed expectations. Requests that go well do not pass through it.
+    """
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer an exception that no handler caught; also aiohttp's own, for broken requests."""
+        if isinstance(exc, ConnectionError) or request.writer.output_size > 0:
+            raise ConnectionResetError("nothing can be answered any more") from exc
+        if isinstance(exc, GatewayError):
+            return error_response(exc, _request_id(request))
+        if status >= 500:
+            log.error("request_failed", path=request.path, exc_info=exc)
+            message = "The gateway failed on this request."
+        response = error_response(
+            error_for_status(status, message or "The request is not valid HTTP."),
+            _request_id(request),
+        )
+        response.force_close()
+        return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send a response; aiohttp's HTTP errors are exchanged for ours first."""
+        if isinstance(resp, web.HTTPException) and resp.status >= 400:
+            resp = _reshape(request, resp)
+        return await super().finish_response(request, resp, start_time)
+
+
+def _reshape(request: web.BaseRequest, error: web.HTTPException) -> web.Response:
+    what = f"{request.method} {request.path}"
+    messages = {404: f"No such path: {what}.", 405: f"Method not allowed: {what}."}
+    message = messages.get(error.status) or error.text or error.reason
+    response = error_response(error_for_status(error.status, message), _request_id(request))
+    if "allow" in error.headers:
+        response.headers["allow"] = error.headers["allow"]
+    return response
+
+
+def _request_id(request: Any) -> str:
+    return request_id_from(request.headers.get("x-request-id"))

@@ -1,0 +1,1 @@
+"""Choose a worker: read the prompt, match, price, charge, learn. No HTTP."""

@@ -1,0 +1,187 @@
+"""What this gateway has routed to one worker and not got back yet: the freshest load there is.
+
+Charged before the first await of a request, released exactly once whatever happens to it. All
+numbers return to zero when nothing is in flight; a property test holds the books to that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gateway.routing.active import ActiveBlocks, Run
+from gateway.routing.cost import OUTPUT_ALLOWANCE_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from prefix_index.blocks import BlockHash
+
+
+class Charge:
+    """One request's entry in the books; made by ``Books.charge`` only.
+
+    Attributes:
+        charged_s: When it was routed.
+        due_s: When its first token is predicted; None when nothing is predicted.
+        found_idle: Whether nothing was queued and at most two requests ran when it came.
+    """
+
+    __slots__ = (
+        "charged_s",
+        "due_s",
+        "found_idle",
+        "is_finished",
+        "is_queued",
+        "kv_tokens",
+        "prefill_s",
+        "prompt_tokens",
+        "run",
+        "uncached_tokens",
+    )
+
+    def __init__(
+        self,
+        charged_s: float,
+        due_s: float | None,
+        prompt_tokens: int,
+        uncached_tokens: int,
+        prefill_s: float,
+        found_idle: bool,
+        run: Run,
+        kv_tokens: int,
+    ) -> None:
+        self.charged_s = charged_s
+        self.due_s = due_s
+        self.prompt_tokens = prompt_tokens
+        self.uncached_tokens = uncached_tokens
+        self.prefill_s = prefill_s
+        self.found_idle = found_idle
+        self.run = run
+        self.kv_tokens = kv_tokens
+        self.is_queued = True
+        self.is_finished = False
+
+
+class Books:
+    """The requests in flight on one worker; one event loop only.
+
+    Attributes:
+        in_flight: Requests routed and not finished (``n``).
+        queued_tokens: Uncached tokens of those without a first token (``Qtok``).
+        queued_s: Their estimated prefill seconds (``Qsec``).
+        context_tokens: Prompt + allowance of all in flight (``ctx``).
+        progress_at_s: Last first token, or the last routing that found no queue (``t1``).
+        restore_until_s: When the restores routed there end.
+        prefilled_s: Estimated prefill seconds completed since the start; only ever grows.
+    """
+
+    def __init__(self, block_size: int = 16) -> None:
+        self.block_size = block_size
+        self.in_flight = 0
+        self.queued_tokens = 0
+        self.queued_s = 0.0
+        self.context_tokens = 0
+        self.progress_at_s = 0.0
+        self.restore_until_s = 0.0
+        self.prefilled_s = 0.0
+        self._blocks = ActiveBlocks()
+        self._kv_tail_tokens = 0
+        # In routing order, so that the first one is the one the engine should serve next.
+        self._queue: dict[Charge, None] = {}
+
+    @property
+    def active_tokens(self) -> int:
+        """KV demand of the in-flight requests: distinct full blocks + partial ones + outputs."""
+        return self._blocks.num_blocks * self.block_size + self._kv_tail_tokens
+
+    @property
+    def num_decoding(self) -> int:
+        """Requests past their first token."""
+        return self.in_flight - len(self._queue)
+
+    def new_tokens(self, hashes: Sequence[BlockHash]) -> int:
+        """Full-block tokens of a prompt from the first block that is not active on."""
+        return (len(hashes) - self._blocks.common_blocks(hashes)) * self.block_size
+
+    def overdue_s(self, now_s: float) -> float:
+        """How late the first token is that was routed first of those still missing, else 0.
+
+        An engine that is out of slots, stuck or slower than believed shows here first.
+        """
+        for charge in self._queue:
+            if charge.due_s is not None:
+                return max(0.0, now_s - charge.due_s)
+        return 0.0
+
+    def charge(
+        self,
+        now_s: float,
+        *,
+        prompt_tokens: int,
+        uncached_tokens: int,
+        prefill_s: float = 0.0,
+        restore_s: float = 0.0,
+        due_s: float | None = None,
+        hashes: Sequence[BlockHash] = (),
+    ) -> Charge:
+        """Book a request. Call it before anything is awaited.
+
+        Args:
+            now_s: Routing time.
+            prompt_tokens: Prompt length.
+            uncached_tokens: Tokens to prefill as predicted.
+            prefill_s: Their seconds as predicted; 0 while the worker's speed is unknown.
+            restore_s: Seconds its restore keeps the link busy.
+            due_s: When its first token should be seen; None if it will not be seen.
+            hashes: All full blocks of the prompt; kept until ``finish``.
+        """
+        found_idle = not self._queue and self.in_flight <= 2
+        if not self._queue:
+            self.progress_at_s = now_s
+        if restore_s > 0.0:
+            self.restore_until_s = max(self.restore_until_s, now_s) + restore_s
+        tail = prompt_tokens - len(hashes) * self.block_size + OUTPUT_ALLOWANCE_TOKENS
+        charge = Charge(
+            now_s,
+            due_s,
+            prompt_tokens,
+            uncached_tokens,
+            prefill_s,
+            found_idle,
+            self._blocks.add(hashes),
+            tail,
+        )
+        self._queue[charge] = None
+        self.in_flight += 1
+        self.queued_tokens += uncached_tokens
+        self.queued_s += prefill_s
+        self.context_tokens += prompt_tokens + OUTPUT_ALLOWANCE_TOKENS
+        self._kv_tail_tokens += tail
+        return charge
+
+    def first_token(self, charge: Charge, now_s: float) -> None:
+        """Move a request from queued to decoding; a second call changes nothing."""
+        if not charge.is_queued:
+            return
+        self._leave_queue(charge)
+        self.progress_at_s = max(self.progress_at_s, now_s)
+        self.prefilled_s += charge.prefill_s
+
+    def finish(self, charge: Charge) -> None:
+        """Release a request, with or without a first token; a second call changes nothing."""
+        if charge.is_finished:
+            return
+        charge.is_finished = True
+        if charge.is_queued:
+            self._leave_queue(charge)
+        self.in_flight -= 1
+        self.context_tokens -= charge.prompt_tokens + OUTPUT_ALLOWANCE_TOKENS
+        self._kv_tail_tokens -= charge.kv_tokens
+        self._blocks.release(charge.run)
+
+    def _leave_queue(self, charge: Charge) -> None:
+        charge.is_queued = False
+        del self._queue[charge]
+        self.queued_tokens -= charge.uncached_tokens
+        # Exactly zero when empty: float sums taken apart in another order leave dust.
+        self.queued_s = max(0.0, self.queued_s - charge.prefill_s) if self._queue else 0.0

@@ -1,0 +1,142 @@
+"""Read the state of a pool's workers into the plain numbers that ``choose()`` compares."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gateway.routing.choose import RouteInput
+from gateway.routing.cost import EVICTION_FILL, MEMORY_FILL, OUTPUT_ALLOWANCE_TOKENS, Candidate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from gateway.routing.cost import CostModel
+    from gateway.routing.pool import Pool, Worker
+    from prefix_index.blocks import BlockHash
+    from prefix_index.index import Index
+
+
+def route_input(
+    pool: Pool,
+    *,
+    now_s: float,
+    prompt_tokens: int,
+    hashes: Sequence[BlockHash] | None,
+    ring_key: Callable[[], str],
+    exclude: Collection[str] = (),
+) -> RouteInput:
+    """Collect what a choice depends on. Reads only, except for lazily forgotten LRU entries.
+
+    Args:
+        pool: The pool.
+        now_s: Decision time (monotonic).
+        prompt_tokens: Prompt length, exact or estimated.
+        hashes: Block hashes of the part that can be a hit; None when the prompt is unreadable.
+        ring_key: Gives the affinity key on the ring; called only where the ring matters.
+        exclude: Workers that may not be chosen, because an attempt failed there.
+    """
+    hits = pool.index.match(hashes) if pool.index is not None and hashes else {}
+    credit = pool.pending.credit(hashes) if hashes else {}
+    models = pool.cost_models()
+    candidates = []
+    for worker_id, worker in pool.workers.items():
+        c = _candidate(worker, now_s, hashes or (), models.get(worker_id))
+        if pool.is_readable(worker):
+            c.source = worker.mode
+            if credit:
+                c.pending_tokens = credit.get(worker_id, 0) * pool.block_size
+            hit = hits.get(worker_id)
+            if hit is not None:
+                c.hit_gpu = hit.gpu
+                c.hit_cpu = hit.cpu
+                c.hit_disk = hit.disk
+                c.hit_remote = hit.remote
+            if c.capacity_tokens and pool.index is not None:
+                _read_cache(pool.index, worker, c, now_s, prompt_tokens)
+        if exclude or worker.draining or worker.health.is_suspect:
+            c.why = _why(worker, now_s, exclude)
+            c.eligible = c.why == "ok"
+        candidates.append(c)
+    _panic(candidates)
+    request = RouteInput(now_s, prompt_tokens, candidates)
+    request.output_tokens = pool.output_length.mean_tokens
+    if pool.is_strict or hashes is None or pool.index is None:
+        request.mode = "strict" if pool.is_strict else "text"
+        request.ring = pool.ring.order(ring_key())
+    # A home matters only for blocks that can be cached, while nobody holds a quarter of the
+    # prompt; choose() tests the latter again.
+    elif hashes and 4 * max([c.hit_tokens for c in candidates], default=0) < prompt_tokens:
+        request.home = pool.ring.home(ring_key(), pool.set_size)
+    return request
+
+
+def _candidate(
+    worker: Worker,
+    now_s: float,
+    hashes: Sequence[BlockHash],
+    model: CostModel | None,
+) -> Candidate:
+    """Read the books and the health of one worker."""
+    books, health = worker.books, worker.health
+    active_tokens = books.active_tokens
+    # Blocks shared with requests in flight matter only where memory is short.
+    new_tokens = len(hashes) * books.block_size
+    demand = active_tokens + new_tokens + OUTPUT_ALLOWANCE_TOKENS
+    if demand > MEMORY_FILL * worker.capacity_tokens > 0:
+        new_tokens = books.new_tokens(hashes)
+    return Candidate(
+        worker.id,
+        source="text",
+        in_flight=books.in_flight,
+        queued_tokens=books.queued_tokens,
+        queued_s=books.queued_s,
+        context_tokens=books.context_tokens,
+        progress_at_s=books.progress_at_s,
+        active_tokens=active_tokens,
+        new_tokens=new_tokens,
+        restore_until_s=books.restore_until_s,
+        max_batched_tokens=worker.max_batched_tokens,
+        capacity_tokens=worker.capacity_tokens,
+        cpu_capacity_tokens=worker.cpu_capacity_tokens,
+        bias=health.bias(now_s) if health.failures else 1.0,
+        overdue_s=books.overdue_s(now_s),
+        model=model,
+    )
+
+
+def _read_cache(
+    index: Index, worker: Worker, c: Candidate, now_s: float, prompt_tokens: int
+) -> None:
+    """Fill in what is held; the age only where this request makes the engine evict."""
+    held = index.blocks_by_tier(worker.id)
+    c.held_tokens = held.get("gpu", 0) * index.block_size
+    if c.cpu_capacity_tokens:
+        c.cpu_held_tokens = held.get("cpu", 0) * index.block_size
+    # At most this much is needed; choose() computes it exactly.
+    demand = prompt_tokens + OUTPUT_ALLOWANCE_TOKENS + c.queued_tokens
+    if c.held_tokens + demand > EVICTION_FILL * c.capacity_tokens:
+        c.lru_age_s = worker.mirror.oldest_age_s(now_s, partial(index.holds, worker.id, tier="gpu"))
+        # The CPU tier's own order is not told; its oldest block is at least as old.
+        c.cpu_age_s = c.lru_age_s
+
+
+def _why(worker: Worker, now_s: float, exclude: Collection[str]) -> str:
+    """Say whether a worker may be chosen, and why not."""
+    if worker.draining:
+        return "draining"
+    if worker.id in exclude:
+        return "excluded"
+    if not worker.health.ready:
+        return "not_ready"
+    return "ok" if worker.health.may_route(now_s) else "ejected"
+
+
+def _panic(candidates: list[Candidate]) -> None:
+    """Health ejects nobody when nobody else would be left."""
+    for c in candidates:
+        if c.eligible:
+            return
+    for c in candidates:
+        if c.why in ("not_ready", "ejected"):
+            c.eligible, c.why = True, "panic"

@@ -1,0 +1,120 @@
+"""The explain object: one decision with everything it was made from, as the contract writes it.
+
+Live decisions and ``POST /admin/v1/explain`` are described by this one function, and the choice can
+be taken again from its JSON: ``decide_again(explain) == explain["decision"]``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from gateway.routing.choose import Decision, RouteInput, choose
+from gateway.routing.segments import segments, stable_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gateway.routing.cost import Candidate, Estimate
+    from gateway.routing.dispatch import Plan
+
+
+def explain_json(plan: Plan, decision: Decision) -> dict[str, Any]:
+    """Describe a plan and its decision as plain JSON values.
+
+    Not for the hot path: finding the segments renders the prompt once per message.
+
+    Args:
+        plan: The request as read.
+        decision: What ``Dispatcher.choose`` answered for it.
+    """
+    spans = segments(plan)
+    prompt = plan.prompt
+    return {
+        "request_id": plan.inbound.request_id,
+        "model": plan.inbound.model,
+        "pool": plan.pool.name,
+        "tokens": plan.tokens,
+        "prompt_tokens": plan.num_tokens,
+        "stable_tokens": stable_tokens(spans, plan.pool.block_size),
+        "block_size": plan.pool.block_size,
+        "block_hashes": [] if prompt is None else [block.hex() for block in prompt.block_hashes],
+        "segments": spans,
+        "canonicalization": [],
+        "affinity": {
+            "key": str(plan.key),
+            "source": plan.key.source,
+            "home": plan.home,
+        },
+        "candidates": [
+            _candidate(c, e, seconds=decision.unit == "seconds" and c.model is not None)
+            for c, e in zip(decision.input.candidates, decision.candidates, strict=True)
+        ],
+        "decision": _decision(decision),
+        "state": {"index_age_s": _index_age_s(plan, decision), "load_age_s": 0.0},
+        "unread": plan.unread,
+        "input": msgspec.to_builtins(decision.input),
+        "rotation": decision.rotation,
+    }
+
+
+def decide_again(explain: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the decision of an explain object again, from its JSON alone.
+
+    Raises:
+        msgspec.ValidationError: If ``input`` is not what ``explain_json`` wrote.
+    """
+    request = msgspec.convert(explain["input"], RouteInput)
+    return _decision(choose(request, rotation=int(explain["rotation"])))
+
+
+def _decision(decision: Decision) -> dict[str, Any]:
+    return {
+        "worker": decision.worker,
+        "reason": str(decision.reason),
+        "source": decision.source,
+        "hit_tokens": decision.hit_tokens,
+        "ttft_s": decision.ttft_s,
+        "unit": decision.unit,
+    }
+
+
+def _candidate(c: Candidate, e: Estimate, *, seconds: bool) -> dict[str, Any]:
+    terms = {
+        "W": e.queue_s,
+        "P": e.prefill_s,
+        "I": e.interleave_s,
+        "R": e.restore_s,
+        "G": e.interference_s,
+        "M": e.memory_s,
+        "E": e.eviction_s,
+    }
+    return {
+        "worker": c.worker,
+        "eligible": c.eligible,
+        "reason": c.why,
+        "hit_tokens": {
+            "gpu": c.hit_gpu,
+            "cpu": c.hit_cpu,
+            "disk": c.hit_disk,
+            "remote": c.hit_remote,
+        },
+        "pending_tokens": c.pending_tokens,
+        "queue_s": e.queue_s if seconds else None,
+        "restore_s": e.restore_s if seconds else None,
+        "prefill_s": e.prefill_s if seconds else None,
+        "cost_s": e.cost if seconds else None,
+        "source": c.source,
+        "terms": terms if seconds else {"token_requests": e.cost},
+    }
+
+
+def _index_age_s(plan: Plan, decision: Decision) -> float | None:
+    """Age of the newest event of the event-fed workers; None when there are none."""
+    events = [
+        worker.last_event_s
+        for worker in plan.pool.workers.values()
+        if worker.mode == "exact" and worker.last_event_s is not None
+    ]
+    return max(0.0, decision.input.now_s - max(events)) if events else None

@@ -1,0 +1,227 @@
+"""Workers, and the pool of those that serve one set of model names.
+
+A pool holds what routing shares between its workers: how prompts are read, who holds which prefix,
+the ring, and the cold prompts being computed. Everything here runs on one event loop, no locks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from gateway.routing.books import Books
+from gateway.routing.cost import MAX_BATCHED_TOKENS
+from gateway.routing.health import Health
+from gateway.routing.learner import Learner, OutputLength, slowest
+from gateway.routing.mirror import LruMirror
+from gateway.routing.pending import Pending
+from gateway.routing.ring import Ring
+from prefix_index.residency import Residency
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from gateway.routing.cost import CostModel
+    from gateway.upstream.client import Upstream
+    from prefix_index.index import Index
+    from prefix_index.prompts import PromptReader
+
+Mode = Literal["exact", "approximate", "text"]
+
+# vLLM's and the bundled runner's block size; used until the pool's own is known.
+DEFAULT_BLOCK_SIZE = 16
+# What a worker of unknown capacity is believed to keep: a small GPU's cache. The reported cached
+# tokens correct it.
+DEFAULT_CAPACITY_TOKENS = 131_072
+# Consecutive prompts whose token count differs from the worker's until its hits are not believed.
+MAX_DIVERGED = 3
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One engine endpoint.
+
+    Attributes:
+        id: Name in metrics, logs and the ring.
+        url: Base URL, without a trailing slash.
+        mode: How its residency is known: exact (its events), approximate (our own routings), text
+            (not at all: routed by hashing). Set it through ``Pool.set_mode``.
+        upstream: Connections to it; None only in tests that send nothing.
+        capacity_tokens: KV tokens on its device; 0 = unknown.
+        cpu_capacity_tokens: KV tokens of its CPU tier; 0 = none or unknown.
+        block_size: Its block size as reported; None = as the pool's.
+        max_batched_tokens: Token budget of one of its steps.
+        epoch: Start time of its process as reported; a new one means an empty cache.
+        draining: No new requests.
+        last_event_s: When its last KV event came (monotonic).
+        reports_cached: Whether it ever reported more than 0 cached tokens.
+        parity: 1 = its token count equals ours, 0 = it differed last time, -1 = unknown.
+    """
+
+    id: str
+    url: str
+    mode: Mode = "approximate"
+    upstream: Upstream | None = None
+    capacity_tokens: int = 0
+    cpu_capacity_tokens: int = 0
+    block_size: int | None = None
+    max_batched_tokens: int = MAX_BATCHED_TOKENS
+    epoch: float | None = None
+    draining: bool = False
+    last_event_s: float | None = None
+    reports_cached: bool = False
+    parity: int = -1
+    num_diverged: int = 0
+    books: Books = field(default_factory=Books)
+    health: Health = field(default_factory=Health)
+    learner: Learner = field(default_factory=Learner)
+    mirror: LruMirror = field(default_factory=lambda: LruMirror(DEFAULT_BLOCK_SIZE))
+
+    def saw_prompt_tokens(self, *, ours: int, theirs: int) -> None:
+        """Compare our token count of a prompt with the worker's."""
+        self.parity = int(ours == theirs)
+        self.num_diverged = 0 if ours == theirs else self.num_diverged + 1
+
+    @property
+    def is_diverged(self) -> bool:
+        """Whether our tokens are not this worker's, so that our hits mean nothing to it."""
+        return self.num_diverged >= MAX_DIVERGED
+
+
+class Pool:
+    """The workers of one set of models.
+
+    Args:
+        name: Name in the configuration.
+        models: Names clients may ask for.
+        aliases: Other names -> one of ``models``.
+        engine: Kind of engine (``runner``, ``vllm``, ``sglang``, ``openai``).
+        affinity_keys: Order in which kinds of identity decide.
+        set_size: Workers in a key's home.
+        is_strict: Route by the ring only, for engines whose cache cannot be seen.
+        reader: Prompt reader; None = no tokenizer, the pool routes by text.
+        index: Who holds which prefix; None as long as there is no reader.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        models: Sequence[str],
+        aliases: Mapping[str, str] | None = None,
+        engine: str = "openai",
+        affinity_keys: Sequence[str] = ("document", "knowledge_base", "session", "tenant"),
+        set_size: int = 2,
+        is_strict: bool = False,
+        reader: PromptReader | None = None,
+        index: Index | None = None,
+        workers: Iterable[Worker] = (),
+    ) -> None:
+        self.name = name
+        self.models = tuple(models)
+        self.aliases = dict(aliases or {})
+        self.engine = engine
+        self.affinity_keys = tuple(affinity_keys)
+        self.set_size = set_size
+        self.is_strict = is_strict
+        self.workers: dict[str, Worker] = {}
+        self.ring = Ring()
+        self.pending = Pending()
+        self.output_length = OutputLength()
+        # Prompts that could not be read, by exception name: each was routed by text.
+        self.unread_prompts: Counter[str] = Counter()
+        self.reader: PromptReader | None = None
+        self.index: Index | None = None
+        self._residencies: dict[str, Residency] = {}
+        if reader is not None and index is not None:
+            self.use_prompts(reader, index)
+        for worker in workers:
+            self.add(worker)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block of the pool's index."""
+        return self.index.block_size if self.index else DEFAULT_BLOCK_SIZE
+
+    def use_prompts(self, reader: PromptReader, index: Index) -> None:
+        """Read prompts from here on; call it once tokenizer and block size are known."""
+        self.reader = reader
+        self.index = index
+        self._residencies.clear()
+        for worker in self.workers.values():
+            self._fit_block_size(worker)
+
+    def add(self, worker: Worker) -> None:
+        """Add a worker.
+
+        Raises:
+            ValueError: If the id is taken.
+        """
+        if worker.id in self.workers:
+            raise ValueError(f"worker id {worker.id!r} is taken in pool {self.name!r}")
+        self.workers[worker.id] = worker
+        self.ring.add(worker.id)
+        self._fit_block_size(worker)
+
+    def remove(self, worker_id: str) -> Worker | None:
+        """Remove a worker and what it held; requests in flight there keep their books."""
+        worker = self.workers.pop(worker_id, None)
+        if worker is not None:
+            self.ring.remove(worker_id)
+            self.forget(worker)
+            self._residencies.pop(worker_id, None)
+        return worker
+
+    def drain(self, worker_id: str, *, draining: bool = True) -> None:
+        """Stop (or resume) sending new requests to a worker.
+
+        Raises:
+            KeyError: If the pool has no such worker.
+        """
+        self.workers[worker_id].draining = draining
+
+    def set_mode(self, worker: Worker, mode: Mode) -> None:
+        """Change how a worker's residency is known; what was believed before is dropped."""
+        if mode != worker.mode:
+            worker.mode = mode
+            self.forget(worker)
+
+    def forget(self, worker: Worker) -> None:
+        """Drop what is believed about a worker's cache: new epoch, reset, removal."""
+        residency = self._residencies.pop(worker.id, None)
+        if residency is not None:
+            residency.clear()
+        if self.index is not None:
+            self.index.clear(worker.id)
+        worker.mirror.clear()
+
+    def residency(self, worker: Worker) -> Residency | None:
+        """Return the model of a worker that sends no events; None for the others."""
+        if worker.mode != "approximate" or self.index is None or not self.is_readable(worker):
+            return None
+        residency = self._residencies.get(worker.id)
+        if residency is None:
+            capacity_tokens = worker.capacity_tokens or DEFAULT_CAPACITY_TOKENS
+            capacity = max(1, capacity_tokens // self.block_size)
+            residency = Residency(self.index, worker.id, capacity)
+            self._residencies[worker.id] = residency
+        return residency
+
+    def is_readable(self, worker: Worker) -> bool:
+        """Whether our block hashes mean anything for this worker."""
+        same_blocks = worker.block_size is None or worker.block_size == self.block_size
+        return worker.mode != "text" and same_blocks and not worker.is_diverged
+
+    def cost_models(self) -> dict[str, CostModel]:
+        """Return worker -> constants; a worker nobody measured borrows its pool's highest ones."""
+        own = {w.id: w.learner.model for w in self.workers.values() if w.learner.model}
+        if own and len(own) < len(self.workers):
+            borrowed = slowest(list(own.values()))
+            if borrowed is not None:
+                return {worker_id: own.get(worker_id, borrowed) for worker_id in self.workers}
+        return own
+
+    def _fit_block_size(self, worker: Worker) -> None:
+        worker.books.block_size = self.block_size
+        worker.mirror = LruMirror(self.block_size)

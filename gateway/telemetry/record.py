@@ -1,0 +1,42 @@
+"""What is known about one finished request; telemetry, logs and feedback read it.
+
+Written by ``gateway/proxy/forward.py`` while the request lives, handed to the observer exactly
+once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """The account of one request to an inference path.
+
+    Predictions stand beside their observations; an observation nobody reported is None, never 0.
+    All durations are in seconds. ``status`` is the HTTP status sent to the client (499 when the
+    client left before one could be sent). ``outcome`` is that of the last attempt
+    (``dispatch.Outcome``), or, when no worker was asked, ``refused``, ``unavailable`` or
+    ``failed``. ``queue_s`` is time spent waiting in the gateway, not in the worker.
+    """
+
+    request_id: str
+    surface: str
+    stream: bool = False
+    tenant: str = ""
+    pool: str = ""
+    model: str = ""
+    worker: str = ""
+    reason: str = ""
+    status: int = 0
+    outcome: str = ""
+    attempts: int = 0
+    prompt_tokens: int = 0
+    predicted_hit_tokens: int = 0
+    observed_hit_tokens: int | None = None
+    completion_tokens: int | None = None
+    predicted_ttft_s: float | None = None
+    ttft_s: float | None = None
+    route_s: float = 0.0
+    queue_s: float = 0.0
+    duration_s: float = 0.0

@@ -1,0 +1,228 @@
+"""Metric names of the gateway, all of them, and the one call that records a finished request.
+
+Labels are bounded: pools, workers and models come from the configuration, outcomes and reasons are
+enums. Every prediction is recorded beside its observation. A worker's series leave with it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import generate_latest
+
+from gateway.telemetry.window import Window
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from prometheus_client.registry import Collector
+
+    from gateway.telemetry.record import RequestRecord
+
+# OpenTelemetry's GenAI buckets, longer at the end for prefills of 100k tokens.
+TTFT_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+# A decision takes tens of microseconds; tokenizing a long new prompt takes tens of milliseconds.
+ROUTE_BUCKETS_S = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.5)
+DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+@dataclass(slots=True)
+class Observed:
+    """What one worker (or the fleet) did: cumulative tokens and the last minutes' TTFT."""
+
+    hit_tokens: int = 0
+    miss_tokens: int = 0
+    saw_cached_tokens: bool = False
+    ttft_s: Window = field(default_factory=Window)
+    hits: Window = field(default_factory=Window)
+    misses: Window = field(default_factory=Window)
+
+    def add(self, record: RequestRecord, now_s: float) -> None:
+        """Take over one finished request."""
+        if record.ttft_s is not None:
+            self.ttft_s.add(record.ttft_s, now_s)
+        if record.observed_hit_tokens is not None and record.prompt_tokens:
+            self.saw_cached_tokens = True
+            missed = max(0, record.prompt_tokens - record.observed_hit_tokens)
+            self.hit_tokens += record.observed_hit_tokens
+            self.miss_tokens += missed
+            self.hits.add(record.observed_hit_tokens, now_s)
+            self.misses.add(missed, now_s)
+
+    def hit_rate(self, now_s: float) -> float | None:
+        """Share of prompt tokens served from cache in the window; None if nobody reported any."""
+        hits, misses = self.hits.total(now_s), self.misses.total(now_s)
+        return hits / (hits + misses) if hits + misses else None
+
+
+class Telemetry:
+    """Owns the registry; called from the event loop only."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.registry = CollectorRegistry()
+        self.fleet = Observed()
+        self.workers: dict[str, Observed] = {}
+        self._clock = clock
+        self._bound: dict[tuple[str, ...], _RequestSeries] = {}
+        make = _Factory(self.registry)
+        self._requests = make.counter(
+            "warmlane_requests", "Finished requests", "pool", "worker", "outcome"
+        )
+        self._decisions = make.counter(
+            "warmlane_routing_decisions", "Routing decisions by reason", "pool", "reason"
+        )
+        self._attempts = make.counter(
+            "warmlane_retries", "Attempts after the first one", "pool", "worker"
+        )
+        self._prompt = make.counter("warmlane_prompt_tokens", "Prompt tokens", "pool", "worker")
+        self._predicted = make.counter(
+            "warmlane_predicted_hit_tokens",
+            "Prompt tokens the decision expected to find cached",
+            *("pool", "worker"),
+        )
+        self._observed = make.counter(
+            "warmlane_observed_hit_tokens",
+            "Prompt tokens the worker reported as cached",
+            *("pool", "worker"),
+        )
+        self._error = make.counter(
+            "warmlane_hit_prediction_error_tokens",
+            "Absolute difference of predicted and observed hit tokens, where both are known",
+            *("pool", "worker"),
+        )
+        self._completion = make.counter(
+            "warmlane_completion_tokens", "Completion tokens", "pool", "worker"
+        )
+        self._ttft = make.histogram(
+            "warmlane_ttft_seconds", "Time to first token", TTFT_BUCKETS_S, "pool", "worker"
+        )
+        self._predicted_ttft = make.histogram(
+            "warmlane_predicted_ttft_seconds",
+            "Time to first token the decision expected",
+            TTFT_BUCKETS_S,
+            *("pool", "worker"),
+        )
+        self._duration = make.histogram(
+            "warmlane_request_duration_seconds",
+            "From the request's head to the last byte of its answer",
+            DURATION_BUCKETS_S,
+            *("pool", "worker"),
+        )
+        self._route = make.histogram(
+            "warmlane_route_seconds",
+            "Reading the prompt and choosing a worker",
+            ROUTE_BUCKETS_S,
+            "pool",
+        )
+
+    def observe(self, record: RequestRecord) -> None:
+        """Record one finished request."""
+        now_s = self._clock()
+        self.fleet.add(record, now_s)
+        if record.worker:
+            worker = self.workers.get(record.worker)
+            if worker is None:
+                worker = self.workers[record.worker] = Observed()
+            worker.add(record, now_s)
+        self._requests_of(record).add(record)
+
+    def forget_worker(self, worker: str) -> None:
+        """Remove the series of a worker that left."""
+        self.workers.pop(worker, None)
+        for key in [key for key in self._bound if key[1] == worker]:
+            del self._bound[key]
+        for metric in (self._requests, self._attempts, self._prompt, self._predicted):
+            metric.remove_by_labels({"worker": worker})
+        for metric in (self._observed, self._error, self._completion):
+            metric.remove_by_labels({"worker": worker})
+        for histogram in (self._ttft, self._predicted_ttft, self._duration):
+            histogram.remove_by_labels({"worker": worker})
+
+    def render(self) -> bytes:
+        """Return the exposition text."""
+        return generate_latest(self.registry)
+
+    def register(self, collector: Collector) -> None:
+        """Add a collector that reads live state at scrape time."""
+        self.registry.register(collector)
+
+    def _requests_of(self, record: RequestRecord) -> _RequestSeries:
+        key = (record.pool, record.worker, record.outcome, record.reason)
+        series = self._bound.get(key)
+        if series is None:
+            labels = (record.pool, record.worker)
+            series = self._bound[key] = _RequestSeries(
+                finished=self._requests.labels(*labels, record.outcome),
+                decided=self._decisions.labels(record.pool, record.reason or "none"),
+                retries=self._attempts.labels(*labels),
+                prompt=self._prompt.labels(*labels),
+                predicted=self._predicted.labels(*labels),
+                observed=self._observed.labels(*labels),
+                error=self._error.labels(*labels),
+                completion=self._completion.labels(*labels),
+                ttft=self._ttft.labels(*labels),
+                predicted_ttft=self._predicted_ttft.labels(*labels),
+                duration=self._duration.labels(*labels),
+                route=self._route.labels(record.pool),
+            )
+        return series
+
+
+@dataclass(slots=True)
+class _RequestSeries:
+    """The children one kind of request counts into, looked up once."""
+
+    finished: Counter
+    decided: Counter
+    retries: Counter
+    prompt: Counter
+    predicted: Counter
+    observed: Counter
+    error: Counter
+    completion: Counter
+    ttft: Histogram
+    predicted_ttft: Histogram
+    duration: Histogram
+    route: Histogram
+
+    def add(self, record: RequestRecord) -> None:
+        self.finished.inc()
+        self.duration.observe(record.duration_s)
+        if not record.worker:
+            return
+        self.decided.inc()
+        self.route.observe(record.route_s)
+        self.prompt.inc(record.prompt_tokens or 0)
+        self.predicted.inc(record.predicted_hit_tokens)
+        if record.attempts > 1:
+            self.retries.inc(record.attempts - 1)
+        if record.observed_hit_tokens is not None:
+            self.observed.inc(record.observed_hit_tokens)
+            self.error.inc(abs(record.observed_hit_tokens - record.predicted_hit_tokens))
+        if record.completion_tokens:
+            self.completion.inc(record.completion_tokens)
+        if record.ttft_s is not None:
+            self.ttft.observe(record.ttft_s)
+            if record.predicted_ttft_s is not None:
+                self.predicted_ttft.observe(record.predicted_ttft_s)
+
+
+class _Factory:
+    """Builds metrics in one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self._registry)
+
+    def histogram(
+        self, name: str, text: str, buckets: tuple[float, ...], *labels: str
+    ) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self._registry)

@@ -1,0 +1,1 @@
+"""Raw keep-alive connections to one worker."""
