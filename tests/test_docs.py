@@ -58,5 +58,5 @@ def test_make_help_lists_the_targets_of_the_readme() -> None:
         ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
 
-    for target in re.findall(r"make (\w+)", (ROOT / "README.md").read_text()):
+    for target in re.findall(r"(?:^|`)make (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE):
         assert f"make {target}" in listed
