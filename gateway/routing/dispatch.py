@@ -121,6 +121,8 @@ class Dispatcher:
         pools: The pools; their model names and aliases must differ.
         clock: Monotonic seconds.
         seed: Start of the tie rotation; None = 0.
+        on_finish: Told of every attempt once it is over and learned from, with its plan; called
+            on the request's path, so it must be quick and must not raise.
     """
 
     def __init__(
@@ -129,10 +131,12 @@ class Dispatcher:
         *,
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
+        on_finish: Callable[[Plan, Ticket], None] | None = None,
     ) -> None:
         self.pools = {pool.name: pool for pool in pools}
         self._by_model = {m: pool for pool in pools for m in (*pool.models, *pool.aliases)}
         self._clock = clock
+        self._on_finish = on_finish
         # Gateways that start together should not all begin with the same worker.
         self._rotation = Random(seed).randrange(1 << 16)
 
@@ -192,15 +196,12 @@ class Dispatcher:
             raise LookupError("nobody was chosen: there is no eligible worker")
         plan.attempts += 1
         return Ticket(
-            plan.pool,
+            plan,
             plan.pool.workers[decision.worker],
             decision,
             self._clock,
-            prompt=plan.prompt,
-            hashes=plan.hashes or (),
-            is_stream=plan.inbound.body.get("stream") is True,
-            is_first_attempt=plan.attempts == 1,
             is_comparable=_is_comparable(plan.inbound.body),
+            on_finish=self._on_finish,
         )
 
 

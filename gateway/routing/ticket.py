@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gateway.routing.choose import Decision
+    from gateway.routing.dispatch import Plan
     from gateway.routing.pending import Leader
-    from gateway.routing.pool import Pool, Worker
+    from gateway.routing.pool import Worker
     from prefix_index.blocks import BlockHash
-    from prefix_index.prompts import Prompt
 
 # Share of a decode's time that other requests' prefills may take for its gaps to be believed.
 MAX_PREFILL_SHARE = 0.2
@@ -78,6 +78,8 @@ class Ticket:
         "_is_stream",
         "_is_trial",
         "_leader",
+        "_on_finish",
+        "_plan",
         "_pool",
         "_prompt",
         "decision",
@@ -91,16 +93,13 @@ class Ticket:
 
     def __init__(
         self,
-        pool: Pool,
+        plan: Plan,
         worker: Worker,
         decision: Decision,
         clock: Callable[[], float],
         *,
-        prompt: Prompt | None,
-        hashes: Sequence[BlockHash],
-        is_stream: bool,
-        is_first_attempt: bool,
         is_comparable: bool,
+        on_finish: Callable[[Plan, Ticket], None] | None,
     ) -> None:
         self.worker = worker
         self.decision = decision
@@ -109,12 +108,14 @@ class Ticket:
         self.predicted_ttft_s = decision.ttft_s or 0.0
         self.ttft_s: float | None = None
         self.outcome: Outcome | None = None
-        self._pool = pool
+        self._plan = plan
+        self._on_finish = on_finish
+        self._pool = plan.pool
         self._clock = clock
-        self._prompt = prompt
-        self._hashes = hashes
-        self._is_stream = is_stream
-        self._is_first_attempt = is_first_attempt
+        self._prompt = plan.prompt
+        self._hashes: Sequence[BlockHash] = plan.hashes or ()
+        self._is_stream = plan.inbound.body.get("stream") is True
+        self._is_first_attempt = plan.attempts == 1
         self._is_comparable = is_comparable
         self._first_token_s: float | None = None
         # Context tokens, requests and completed prefill seconds when the decode began.
@@ -154,6 +155,8 @@ class Ticket:
         self.worker.books.finish(self._charge)
         self._end_lead()
         self._judge(now_s, outcome)
+        if self._on_finish is not None:
+            self._on_finish(self._plan, self)
 
     def _charge_books(self) -> None:
         pool, worker, decision = self._pool, self.worker, self.decision

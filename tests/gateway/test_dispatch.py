@@ -524,3 +524,22 @@ async def test_requests_that_all_workers_hold_take_turns_from_a_seeded_start() -
     assert first[4:] == first[:4]
     assert await turns(5) == first
     assert len({tuple(await turns(seed)) for seed in range(20)}) == 4
+
+
+async def test_every_attempt_is_told_once_after_its_books_are_closed() -> None:
+    pool, clock = make_pool(2), Clock()
+    told: list[tuple[Plan, Ticket, int]] = []
+
+    def on_finish(plan: Plan, ticket: Ticket) -> None:
+        told.append((plan, ticket, ticket.worker.books.in_flight))
+
+    routes = Dispatcher([pool], clock=clock, seed=1, on_finish=on_finish)
+    plan = await routes.plan(pool, chat("hello " * 50))
+    failed = admit(routes, plan)
+    failed.finish(Outcome.CONNECT_FAILED)
+    served = admit(routes, plan, (failed.worker.id,))
+    serve(served, clock, 0.1, prompt_tokens=plan.num_tokens, cached_tokens=7)
+    served.finish(Outcome.CANCELLED)
+
+    assert told == [(plan, failed, 0), (plan, served, 0)]
+    assert served.observed_hit_tokens == 7
