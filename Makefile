@@ -39,6 +39,7 @@ fmt: $(STAMP) ## format the code and sort the imports
 	$(BIN)/ruff check --fix --quiet . || true
 	$(BIN)/ruff format .
 
-bench: weights ## speed of the runner and of one routing decision, as tables
-	$(BIN)/python -m bench.runner_speed
+bench: weights ## speed of the runner, of reading prompts and of one routing decision, as tables
+	$(BIN)/python -m bench.runner_speed models/smollm2 --dtype bfloat16
+	$(BIN)/python -m bench.prompt_reading
 	$(BIN)/python -m bench.decision_cost
