@@ -37,12 +37,14 @@ def fleet(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     config = folder / "gateway.json"
     config.write_text(json.dumps(_gateway_config(port, ports)))
     with contextlib.ExitStack() as stack:
-        for index, worker in enumerate(WORKERS):
-            stack.enter_context(_process(folder / f"{worker}.log", _runner_command(ports, index)))
-        command = [sys.executable, "-m", "gateway", "serve", "--config", str(config)]
-        gateway = stack.enter_context(_process(folder / "gateway.log", command))
-        _wait_ready(f"http://127.0.0.1:{port}", gateway, folder)
-        yield gateway
+        commands = {worker: _runner_command(ports, i) for i, worker in enumerate(WORKERS)}
+        commands["gateway"] = [sys.executable, "-m", "gateway", "serve", "--config", str(config)]
+        processes = {
+            name: stack.enter_context(_process(folder / f"{name}.log", command))
+            for name, command in commands.items()
+        }
+        _wait_ready(f"http://127.0.0.1:{port}", processes, folder)
+        yield processes["gateway"]
 
 
 def _gateway_config(port: int, ports: list[int]) -> dict[str, Any]:
@@ -91,14 +93,14 @@ def _process(log_path: Path, command: list[str]) -> Iterator[subprocess.Popen[by
                 process.wait()
 
 
-def _wait_ready(base: str, gateway: subprocess.Popen[bytes], folder: Path) -> None:
+def _wait_ready(base: str, processes: dict[str, subprocess.Popen[bytes]], folder: Path) -> None:
     import httpx  # 0.4 s to import: only when the demo runs
 
     end = time.monotonic() + START_DEADLINE_S
     with httpx.Client(base_url=base, timeout=2) as client:
         while time.monotonic() < end:
-            if gateway.poll() is not None:
-                raise DemoError(f"the gateway stopped:\n{_talk(folder)}")
+            if stopped := [name for name, p in processes.items() if p.poll() is not None]:
+                raise DemoError(f"{', '.join(stopped)} stopped:\n{_talk(folder)}")
             with contextlib.suppress(httpx.TransportError):
                 workers = client.get("/admin/v1/workers")
                 if workers.status_code == 200 and _all_ready(workers.json()):

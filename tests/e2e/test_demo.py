@@ -1,0 +1,46 @@
+"""``warmlane demo --once``: the first thing a new user runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import free_port
+
+pytestmark = pytest.mark.slow
+
+
+def run_demo(models: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "warmlane", "demo", "--once", "--port", str(free_port())],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "WARMLANE_MODELS_DIR": str(models)},
+    )
+
+
+@pytest.mark.timeout(300)
+def test_the_table_shows_hits_as_predicted_and_the_exit_code_says_so(smollm2_dir: Path) -> None:
+    done = run_demo(smollm2_dir.parent)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^(\S.*?)\s{2,}(w\d)\s+(\d+)\s+(\d+) / (\d+)\s+", done.stdout, re.MULTILINE)
+    assert len(rows) == 7
+    warm = [row for row in rows if int(row[4]) > 0]
+    assert len(warm) == 5
+    assert all(abs(int(predicted) - int(observed)) <= 16 for *_, predicted, observed in rows)
+    assert "5 warm requests" in done.stdout
+
+
+def test_without_weights_it_says_how_to_get_them(tmp_path: Path) -> None:
+    done = run_demo(tmp_path)
+
+    assert done.returncode == 1
+    assert "make weights" in done.stderr
