@@ -9,8 +9,7 @@ Used from one thread (the event loop). Worker names are opaque; a data-parallel 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from prefix_index.blocks import is_root
 from prefix_index.holdings import TIERS, Holdings, Tier
@@ -26,8 +25,7 @@ __all__ = ["TIERS", "Hit", "Index", "Tier"]
 _EVICT_BATCH_BLOCKS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(NamedTuple):
     """Hit tokens of one worker, split by the fastest tier that holds each block."""
 
     gpu: int = 0

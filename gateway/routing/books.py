@@ -73,6 +73,7 @@ class Books:
         progress_at_s: Last first token, or the last routing that found no queue (``t1``).
         restore_until_s: When the restores routed there end.
         prefilled_s: Estimated prefill seconds completed since the start; only ever grows.
+        awaited: Requests whose first token is predicted and missing, in routing order.
     """
 
     def __init__(self, block_size: int = 16) -> None:
@@ -87,7 +88,8 @@ class Books:
         self._blocks = ActiveBlocks()
         self._kv_tail_tokens = 0
         # In routing order, so that the first one is the one the engine should serve next.
-        self._queue: dict[Charge, None] = {}
+        self.awaited: dict[Charge, float] = {}
+        self._num_queued = 0
 
     @property
     def active_tokens(self) -> int:
@@ -97,7 +99,7 @@ class Books:
     @property
     def num_decoding(self) -> int:
         """Requests past their first token."""
-        return self.in_flight - len(self._queue)
+        return self.in_flight - self._num_queued
 
     def new_tokens(self, hashes: Sequence[BlockHash]) -> int:
         """Full-block tokens of a prompt from the first block that is not active on."""
@@ -108,9 +110,8 @@ class Books:
 
         An engine that is out of slots, stuck or slower than believed shows here first.
         """
-        for charge in self._queue:
-            if charge.due_s is not None:
-                return max(0.0, now_s - charge.due_s)
+        for due_s in self.awaited.values():
+            return max(0.0, now_s - due_s)
         return 0.0
 
     def charge(
@@ -135,8 +136,8 @@ class Books:
             due_s: When its first token should be seen; None if it will not be seen.
             hashes: All full blocks of the prompt; kept until ``finish``.
         """
-        found_idle = not self._queue and self.in_flight <= 2
-        if not self._queue:
+        found_idle = not self._num_queued and self.in_flight <= 2
+        if not self._num_queued:
             self.progress_at_s = now_s
         if restore_s > 0.0:
             self.restore_until_s = max(self.restore_until_s, now_s) + restore_s
@@ -151,7 +152,9 @@ class Books:
             self._blocks.add(hashes),
             tail,
         )
-        self._queue[charge] = None
+        if due_s is not None:
+            self.awaited[charge] = due_s
+        self._num_queued += 1
         self.in_flight += 1
         self.queued_tokens += uncached_tokens
         self.queued_s += prefill_s
@@ -181,7 +184,9 @@ class Books:
 
     def _leave_queue(self, charge: Charge) -> None:
         charge.is_queued = False
-        del self._queue[charge]
+        if charge.due_s is not None:
+            del self.awaited[charge]
+        self._num_queued -= 1
         self.queued_tokens -= charge.uncached_tokens
         # Exactly zero when empty: float sums taken apart in another order leave dust.
-        self.queued_s = max(0.0, self.queued_s - charge.prefill_s) if self._queue else 0.0
+        self.queued_s = max(0.0, self.queued_s - charge.prefill_s) if self._num_queued else 0.0

@@ -30,7 +30,6 @@ __all__ = [
     "Reason",
     "RouteInput",
     "choose",
-    "is_cold",
 ]
 
 # Two costs closer than this are the same number computed in another order.
@@ -99,6 +98,8 @@ class Decision(msgspec.Struct):
         candidates: One estimate per candidate of the input, in its order.
         input: What was read.
         rotation: Tie breaker that was used.
+        cold: Whether pending siblings counted: no eligible worker holds half of the prompt.
+        position: Index of the chosen worker among the candidates; -1 when nobody was chosen.
     """
 
     worker: str | None
@@ -111,6 +112,8 @@ class Decision(msgspec.Struct):
     candidates: list[Estimate]
     input: RouteInput
     rotation: int
+    cold: bool = True
+    position: int = -1
 
     def to_json(self) -> bytes:
         """Encode the decision with its whole input."""
@@ -127,10 +130,9 @@ class Decision(msgspec.Struct):
         Raises:
             LookupError: If no worker was chosen.
         """
-        for estimate in self.candidates:
-            if estimate.worker == self.worker:
-                return estimate
-        raise LookupError("no worker was chosen")
+        if self.position < 0:
+            raise LookupError("no worker was chosen")
+        return self.candidates[self.position]
 
 
 def choose(request: RouteInput, *, rotation: int = 0) -> Decision:
@@ -141,16 +143,33 @@ def choose(request: RouteInput, *, rotation: int = 0) -> Decision:
         rotation: Breaks exact ties: the caller counts it up from request to request.
     """
     candidates = request.candidates
-    eligible = [i for i, c in enumerate(candidates) if c.eligible]
-    # One unknown speed among the eligible puts all of them into the unit that needs none.
-    calibrated = None not in [candidates[i].model for i in eligible]
-    cold = is_cold(request)
+    eligible = []
+    calibrated = True
+    longest = 0
+    for i, c in enumerate(candidates):
+        if c.eligible:
+            eligible.append(i)
+            longest = max(longest, c.hit_tokens)
+            # One unknown speed among the eligible puts all of them into the unit that needs none.
+            calibrated = calibrated and c.model is not None
+    cold = 2 * longest < request.prompt_tokens
     estimates = _estimates(request, credited=cold, in_seconds=calibrated)
-    tied = _least(estimates, eligible)
-    ttft_s = None
     if not eligible:
-        chosen, reason = -1, Reason.NO_CANDIDATE
-    elif len(eligible) == 1:
+        return Decision(
+            None,
+            Reason.NO_CANDIDATE,
+            "",
+            0,
+            None,
+            "seconds",
+            [],
+            estimates,
+            request,
+            rotation,
+            cold,
+        )
+    tied = _least(estimates, eligible)
+    if len(eligible) == 1:
         chosen, reason = eligible[0], Reason.ONLY_CANDIDATE
     elif request.mode != "cost":
         chosen, reason = _by_ring(request, eligible)
@@ -158,47 +177,35 @@ def choose(request: RouteInput, *, rotation: int = 0) -> Decision:
         chosen, reason = _by_cost(
             request, eligible, estimates, tied[rotation % len(tied)], cold, calibrated
         )
-    if eligible and calibrated:
-        ttft_s = estimates[chosen].ttft_s
+    estimate = estimates[chosen]
     return Decision(
-        estimates[chosen].worker if eligible else None,
+        estimate.worker,
         reason,
-        candidates[chosen].source if eligible else "",
-        estimates[chosen].hit_tokens if eligible else 0,
-        ttft_s,
+        candidates[chosen].source,
+        estimate.hit_tokens,
+        estimate.ttft_s if calibrated else None,
         "seconds" if calibrated else "token_requests",
         [estimates[i].worker for i in tied],
         estimates,
         request,
         rotation,
+        cold,
+        chosen,
     )
-
-
-def is_cold(request: RouteInput) -> bool:
-    """Whether pending siblings count: only while no eligible worker holds half of the prompt."""
-    best = max([c.hit_tokens for c in request.candidates if c.eligible], default=0)
-    return 2 * best < request.prompt_tokens
 
 
 def _estimates(request: RouteInput, *, credited: bool, in_seconds: bool) -> list[Estimate]:
     """Price all candidates in one unit."""
     estimates = []
-    prompt_tokens = request.prompt_tokens
+    now_s, prompt_tokens = request.now_s, request.prompt_tokens
     for c in request.candidates:
         hit = c.hit_tokens
         if credited and c.pending_tokens > hit:
             hit = c.pending_tokens
         if in_seconds and c.model is not None:
-            estimate = estimate_s(
-                c,
-                c.model,
-                now_s=request.now_s,
-                prompt_tokens=prompt_tokens,
-                hit_tokens=hit,
-                output_tokens=request.output_tokens,
-            )
+            estimate = estimate_s(c, c.model, now_s, prompt_tokens, hit, request.output_tokens)
         else:
-            estimate = estimate_token_requests(c, prompt_tokens=prompt_tokens, hit_tokens=hit)
+            estimate = estimate_token_requests(c, prompt_tokens, hit)
         estimates.append(estimate)
     return estimates
 
@@ -251,8 +258,11 @@ def _home(
     """Return the first home worker whose cost is nearly the least."""
     near = NEAR_RATIO * least
     limit = least + (min(near, NEAR_S) if calibrated else near)
-    close = {estimates[i].worker: i for i in eligible if estimates[i].cost <= limit}
-    return next((close[worker] for worker in request.home if worker in close), None)
+    for worker in request.home:
+        for i in eligible:
+            if estimates[i].worker == worker and estimates[i].cost <= limit:
+                return i
+    return None
 
 
 def _sibling(

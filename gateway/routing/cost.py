@@ -245,7 +245,6 @@ def eviction_s(model: CostModel, c: Candidate, uncached_tokens: int) -> float:
 def estimate_s(
     c: Candidate,
     model: CostModel,
-    *,
     now_s: float,
     prompt_tokens: int,
     hit_tokens: int,
@@ -284,13 +283,11 @@ def estimate_s(
     )  # fmt: skip
 
 
-def estimate_token_requests(c: Candidate, *, prompt_tokens: int, hit_tokens: int) -> Estimate:
+def estimate_token_requests(c: Candidate, prompt_tokens: int, hit_tokens: int) -> Estimate:
     """Price one candidate without any constant: ``(u + Qtok) * (n + 1)``.
 
     Source: LMetric on an event-fed index and queued tokens, the best parameter-free rule found.
     """
-    uncached = max(1, prompt_tokens - hit_tokens)
+    uncached = prompt_tokens - hit_tokens if prompt_tokens > hit_tokens else 1
     cost = float((uncached + c.queued_tokens) * (c.in_flight + 1))
-    return Estimate(
-        worker=c.worker, hit_tokens=hit_tokens, uncached_tokens=uncached, cost=cost * c.bias
-    )
+    return Estimate(c.worker, hit_tokens, uncached, cost * c.bias)

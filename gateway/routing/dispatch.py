@@ -200,8 +200,7 @@ class Dispatcher:
             plan.pool.workers[decision.worker],
             decision,
             self._clock,
-            is_comparable=_is_comparable(plan.inbound.body),
-            on_finish=self._on_finish,
+            self._on_finish,
         )
 
 
@@ -220,19 +219,6 @@ async def _read(reader: PromptReader, inbound: Inbound) -> Prompt:
     if draft.unknown_chars <= MAX_INLINE_CHARS:
         return draft.complete()
     return await asyncio.get_running_loop().run_in_executor(None, draft.complete)
-
-
-def _is_comparable(body: Mapping[str, Any]) -> bool:
-    """Whether the reported token counts are those of one prompt and one completion.
-
-    Of several prompts only the first is read but all are counted, several choices are counted
-    together, and prompts whose own probabilities are asked for are computed without the cache.
-    """
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
-        return False
-    is_one_choice = body.get("n") in (None, 1) and body.get("best_of") in (None, 1)
-    return is_one_choice and body.get("prompt_logprobs") is None and not body.get("echo")
 
 
 def _estimate_tokens(body: Mapping[str, Any]) -> int:

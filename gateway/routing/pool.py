@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from gateway.routing.books import Books
 from gateway.routing.cost import MAX_BATCHED_TOKENS
 from gateway.routing.health import Health
-from gateway.routing.learner import Learner, OutputLength, slowest
+from gateway.routing.learner import Learner, OutputLength
 from gateway.routing.mirror import LruMirror
 from gateway.routing.pending import Pending
 from gateway.routing.ring import Ring
@@ -22,7 +22,6 @@ from prefix_index.residency import Residency
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from gateway.routing.cost import CostModel
     from gateway.upstream.client import Upstream
     from prefix_index.index import Index
     from prefix_index.prompts import PromptReader
@@ -210,17 +209,9 @@ class Pool:
 
     def is_readable(self, worker: Worker) -> bool:
         """Whether our block hashes mean anything for this worker."""
-        same_blocks = worker.block_size is None or worker.block_size == self.block_size
-        return worker.mode != "text" and same_blocks and not worker.is_diverged
-
-    def cost_models(self) -> dict[str, CostModel]:
-        """Return worker -> constants; a worker nobody measured borrows its pool's highest ones."""
-        own = {w.id: w.learner.model for w in self.workers.values() if w.learner.model}
-        if own and len(own) < len(self.workers):
-            borrowed = slowest(list(own.values()))
-            if borrowed is not None:
-                return {worker_id: own.get(worker_id, borrowed) for worker_id in self.workers}
-        return own
+        if worker.mode == "text" or worker.is_diverged:
+            return False
+        return worker.block_size is None or worker.block_size == self.block_size
 
     def _fit_block_size(self, worker: Worker) -> None:
         worker.books.block_size = self.block_size

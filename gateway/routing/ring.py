@@ -24,19 +24,29 @@ class Ring:
 
     def __init__(self, workers: Iterable[str] = ()) -> None:
         self._ring = uhashring.HashRing(list(workers), hash_fn=_hash, vnodes=VNODES)
+        # (position on the ring, size) -> home: it is the same for all keys between two points.
+        self._homes: dict[tuple[int, int], list[str]] = {}
 
     def add(self, worker: str) -> None:
         """Add a worker; about 1 / (number of workers) of the keys move to it."""
         self._ring.add_node(worker)
+        self._homes.clear()
 
     def remove(self, worker: str) -> None:
         """Remove a worker: only its keys move. Unknown workers are ignored."""
         if worker in self._ring.get_nodes():
             self._ring.remove_node(worker)
+            self._homes.clear()
 
     def home(self, key: str, size: int) -> list[str]:
-        """Return the first ``size`` distinct workers from the key on."""
-        return [node["nodename"] for node in self._ring.range(key, size=size)]
+        """Return the first ``size`` distinct workers from the key on; not to be changed."""
+        at = self._ring.get_node_pos(key), size
+        home = self._homes.get(at)
+        if home is None:
+            home = [node["nodename"] for node in self._ring.range(key, size=size)]
+            if home:
+                self._homes[at] = home
+        return home
 
     def order(self, key: str) -> list[str]:
         """Return all workers in the order in which the key tries them; O(points of the ring)."""

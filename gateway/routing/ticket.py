@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
-
-from gateway.routing.choose import is_cold
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from gateway.routing.choose import Decision
     from gateway.routing.dispatch import Plan
@@ -73,7 +71,6 @@ class Ticket:
         "_decode_start",
         "_first_token_s",
         "_hashes",
-        "_is_comparable",
         "_is_first_attempt",
         "_is_stream",
         "_is_trial",
@@ -97,8 +94,6 @@ class Ticket:
         worker: Worker,
         decision: Decision,
         clock: Callable[[], float],
-        *,
-        is_comparable: bool,
         on_finish: Callable[[Plan, Ticket], None] | None,
     ) -> None:
         self.worker = worker
@@ -116,7 +111,6 @@ class Ticket:
         self._hashes: Sequence[BlockHash] = plan.hashes or ()
         self._is_stream = plan.inbound.body.get("stream") is True
         self._is_first_attempt = plan.attempts == 1
-        self._is_comparable = is_comparable
         self._first_token_s: float | None = None
         # Context tokens, requests and completed prefill seconds when the decode began.
         self._decode_start = (0, 0, 0.0)
@@ -176,7 +170,7 @@ class Ticket:
         worker.mirror.touch(self._hashes, now_s)
         self._is_trial = worker.health.routed()
         self._leader: Leader | None = (
-            pool.pending.lead(worker.id, self._hashes) if is_cold(decision.input) else None
+            pool.pending.lead(worker.id, self._hashes) if decision.cold else None
         )
 
     def _end_lead(self) -> None:
@@ -192,10 +186,10 @@ class Ticket:
 
     def _judge(self, now_s: float, outcome: Outcome) -> None:
         health = self.worker.health
-        if outcome in WORKER_FAILURES:
-            health.failed(now_s)
-        elif outcome in WORKER_ANSWERS:
+        if outcome in WORKER_ANSWERS:
             health.succeeded(now_s)
+        elif outcome in WORKER_FAILURES:
+            health.failed(now_s)
         elif self._is_trial:
             health.trial_ended()
 
@@ -205,7 +199,7 @@ class Ticket:
         self.observed_hit_tokens = usage.cached_tokens
         if usage.cached_tokens:
             worker.reports_cached = True
-        if not self._is_comparable:
+        if not _is_comparable(self._plan.inbound.body):
             return
         if prompt is not None and usage.prompt_tokens is not None:
             worker.saw_prompt_tokens(ours=prompt.num_tokens, theirs=usage.prompt_tokens)
@@ -219,9 +213,8 @@ class Ticket:
         index = self._pool.index
         if index is None or cached_tokens is None or not self.worker.reports_cached:
             return
-        indexed = next(
-            c.hit_tokens for c in self.decision.input.candidates if c.worker == self.worker.id
-        )
+        decision = self.decision
+        indexed = decision.input.candidates[decision.position].hit_tokens
         if cached_tokens < indexed:
             num_blocks = cached_tokens // self._pool.block_size
             index.shorten(self.worker.id, self._hashes, num_blocks)
@@ -263,3 +256,16 @@ class Ticket:
                 context_tokens=(context + books.context_tokens) / 2,
                 in_flight=(running + books.in_flight) / 2,
             )
+
+
+def _is_comparable(body: Mapping[str, Any]) -> bool:
+    """Whether the reported token counts are those of one prompt and one completion.
+
+    Of several prompts only the first is read but all are counted, several choices are counted
+    together, and prompts whose own probabilities are asked for are computed without the cache.
+    """
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
+        return False
+    is_one_choice = body.get("n") in (None, 1) and body.get("best_of") in (None, 1)
+    return is_one_choice and body.get("prompt_logprobs") is None and not body.get("echo")

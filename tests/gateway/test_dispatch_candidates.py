@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from gateway.routing.choose import Candidate, Reason
+from gateway.routing.cost import CostModel
 from gateway.routing.dispatch import Dispatcher, Outcome, Plan, explain_json
+from gateway.routing.learner import Learner
 from gateway.routing.pool import Pool
 from prefix_index.chat import ChatTemplate
 from prefix_index.prompts import PromptReader
 from tests.gateway.routing_parts import (
     BLOCK,
+    H100,
     Clock,
     byte_tokenizer,
     chat,
@@ -140,3 +143,18 @@ async def test_a_template_that_reorders_messages_leaves_their_spans_open() -> No
     ]
     assert explain["stable_tokens"] == 0
     assert explain["decision"]["reason"] == Reason.ONLY_CANDIDATE
+
+
+async def test_an_unmeasured_worker_borrows_the_slowest_constants_of_the_pool() -> None:
+    pool, clock = make_pool(3, model=None), Clock()
+    routes = dispatcher(pool, clock)
+    plan = await routes.plan(pool, chat("a story"))
+    assert [c.model for c in routes.choose(plan).input.candidates] == [None] * 3
+    slow = CostModel(1.0, 1e-9, 0.001, 1e-9)
+    pool.workers["w0"].learner = Learner(H100)
+    pool.workers["w1"].learner = Learner(slow)
+    own, other, borrowed = [c.model for c in routes.choose(plan).input.candidates]
+
+    assert (own, other) == (H100, slow)
+    assert borrowed is not None
+    assert (borrowed.token_s, borrowed.step_s) == (1.0, H100.step_s)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.routing.cost import CostModel
-from gateway.routing.learner import Learner
 from gateway.routing.pool import MAX_DIVERGED, Worker
 from prefix_index.blocks import root_hash
 from prefix_index.index import Index
 from prefix_index.prompts import Prompt
-from tests.gateway.routing_parts import BLOCK, H100, make_pool, prompt_reader
+from tests.gateway.routing_parts import BLOCK, make_pool, prompt_reader
 
 PROMPT = Prompt.from_ids(range(160), BLOCK, root_hash("m"))
 
@@ -113,15 +111,3 @@ def test_a_pool_learns_its_block_size_with_its_reader() -> None:
 
     assert pool.block_size == 32
     assert pool.workers["w0"].books.block_size == 32
-
-
-def test_an_unmeasured_worker_borrows_the_slowest_constants_of_the_pool() -> None:
-    pool = make_pool(3, model=None)
-    assert pool.cost_models() == {}
-    slow = CostModel(1.0, 1e-9, 0.001, 1e-9)
-    pool.workers["w0"].learner = Learner(H100)
-    pool.workers["w1"].learner = Learner(slow)
-    models = pool.cost_models()
-
-    assert (models["w0"], models["w1"]) == (H100, slow)
-    assert (models["w2"].token_s, models["w2"].step_s) == (1.0, H100.step_s)
