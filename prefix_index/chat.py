@@ -18,9 +18,9 @@ from zoneinfo import ZoneInfo
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prefix_index.messages import content_format, conversation
+from prefix_index.sandbox import Renderer, Sandbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -62,10 +62,9 @@ class ChatTemplate:
         environment = _environment(lambda: datetime.fromtimestamp(clock(), zone))
         try:
             self.content_format = content_format(environment.parse(source))
-            self._template = environment.from_string(source)
+            self._print = Renderer(environment.from_string(source), special_tokens)
         except Exception as error:
             raise TemplateRefusedError(f"chat template does not compile: {error}") from error
-        self._special_tokens = dict(special_tokens)
 
     def render(
         self,
@@ -96,14 +95,13 @@ class ChatTemplate:
             if continue_final_message:
                 _tag_final_message(chat, add_generation_prompt)
             variables = {
-                **self._special_tokens,
                 "messages": chat,
                 "tools": tools or None,
                 "documents": documents,
                 "add_generation_prompt": add_generation_prompt,
                 **(kwargs or {}),
             }
-            text = self._template.render(variables)
+            text = self._print(variables)
             return _cut_at_tag(text) if continue_final_message else text
         except Exception as error:
             # A template can raise whatever its expressions raise, RecursionError included.
@@ -126,8 +124,8 @@ class _Generation(Extension):
         return str(caller())
 
 
-def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment(now: Callable[[], datetime]) -> Sandbox:
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
