@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 from aiohttp import web
 
 from gateway.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedEncoding
+from prefix_index.canonical.spans import members
 
 if TYPE_CHECKING:
     from gateway.proxy.limits import Limits
 
 Surface = Literal["chat", "completions"]
+
+# orjson's own limit; deeper bodies are refused, since the engines' parsers give up near there too
+# (Python's at about 1,000).
+MAX_DEPTH = 1024
+# Members that decide who is served and how: one value each.
+SINGLE_KEYS = ("model", "stream", "cache_salt", "kv_transfer_params", "warmlane")
+_QUOTED_KEYS = tuple(f'"{key}"'.encode() for key in SINGLE_KEYS)
+# The spellings of "_" and "a" to "z" begin so.
+_LETTER_ESCAPES = (rb"\u005", rb"\u006", rb"\u007")
+# How orjson's messages begin (3.13).
+_TOO_DEEP = "depth limit exceeded"
+_TOO_LARGE = "number is infinity"
+_NUMBER_OR_STRING = re.compile(
+    rb'"(?:[^"\\]++|\\.)*+"|(?P<number>-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?)',
+    re.DOTALL,
+)
 
 
 def check_length(request: web.Request, limits: Limits) -> None:
@@ -69,16 +88,13 @@ def parse_body(body: bytes, surface: Surface) -> dict[str, Any]:
     """Return the parsed body; everything but these checks is the engine's business.
 
     Raises:
-        InvalidRequest: If it is not a JSON object with a model and something to complete.
+        InvalidRequest: If it is not a JSON object with a model and something to complete, or has a
+            member twice that decides who is served and how.
     """
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(
-            f"The body is not valid JSON in UTF-8: {error}.", code="invalid_json"
-        ) from error
+    document = _parse(body)
     if not isinstance(document, dict):
         raise InvalidRequest("The body must be a JSON object.", code="invalid_json")
+    _refuse_duplicates(body)
     model = document.get("model")
     if not isinstance(model, str) or not model:
         raise InvalidRequest("'model' is required and must be a string.", param="model")
@@ -90,3 +106,63 @@ def parse_body(body: bytes, surface: Surface) -> dict[str, Any]:
             param="prompt",
         )
     return document
+
+
+def _parse(body: bytes) -> Any:
+    """Parse JSON in UTF-8: no NaN, no lone surrogates, at most ``MAX_DEPTH`` levels."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        reason = str(error)
+        if reason.startswith(_TOO_LARGE):
+            return _parse_huge(body)
+        if reason.startswith(_TOO_DEEP):
+            raise InvalidRequest(
+                f"The body is nested too deep: the depth limit is {MAX_DEPTH} levels.",
+                code="json_too_deep",
+            ) from error
+        raise InvalidRequest(
+            f"The body is not valid JSON in UTF-8: {error}.", code="invalid_json"
+        ) from error
+
+
+def _parse_huge(body: bytes) -> Any:
+    """Parse a body with numbers beyond a double, which JSON allows: they are read as the largest.
+
+    Only what is read changes; the body is forwarded with every digit.
+    """
+    clipped = _NUMBER_OR_STRING.sub(_clip, body)
+    if clipped == body:
+        raise InvalidRequest("The body has a number that is too large.", code="invalid_json")
+    return _parse(clipped)
+
+
+def _clip(match: re.Match[bytes]) -> bytes:
+    text = match[0]
+    if match["number"] is None or isfinite(float(text)):
+        return text
+    return b"-1.7976931348623157e308" if text.startswith(b"-") else b"1.7976931348623157e308"
+
+
+def _refuse_duplicates(body: bytes) -> None:
+    """Refuse a body in which a member that policy depends on stands twice.
+
+    Parsers differ in which of the two counts, so what is checked here might not be what an engine
+    obeys. The members are listed only where the bytes leave it possible.
+    """
+    if not any(body.count(key) > 1 for key in _QUOTED_KEYS) and not _may_hide_key(body):
+        return
+    seen = set()
+    for member in members(body):
+        if member.name in SINGLE_KEYS and member.name in seen:
+            raise InvalidRequest(
+                f"{member.name!r} stands twice at the top of the body; send it once.",
+                param=member.name,
+                code="duplicate_key",
+            )
+        seen.add(member.name)
+
+
+def _may_hide_key(body: bytes) -> bool:
+    """Whether an ASCII letter may be spelled as an escape, which no usual writer of JSON does."""
+    return b"\\u00" in body and any(escape in body for escape in _LETTER_ESCAPES)

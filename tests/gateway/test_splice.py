@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.proxy.splice import members, splice
+from gateway.proxy.splice import splice
+from prefix_index.canonical.spans import members
 
 NAMES = st.sampled_from(["model", "warmlane", "cache_salt", "messages", "seed", "mödel", 'q"uote'])
 SCALARS = st.sampled_from(
