@@ -1,0 +1,1 @@
+"""Why prefixes miss: what broke them, where, and how many tokens that cost."""

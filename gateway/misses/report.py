@@ -1,0 +1,283 @@
+"""The miss report: which requests hit less than a near-duplicate before them, and why.
+
+``observe`` runs on the path of every request and only looks up whether the prompt goes on where one
+before it ended. What does not is compared behind the requests, in one thread, at a bounded rate; a
+prompt that is not compared is counted as such.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from gateway.misses.causes import Cause
+from gateway.misses.compare import first_difference, known_tokens, shared_blocks
+from gateway.misses.features import features, message_features
+from gateway.misses.known import Known
+from gateway.misses.locate import Place, locate
+from gateway.misses.memory import Memory
+from gateway.misses.tally import Loss, Tally
+from gateway.routing.ticket import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gateway.routing.dispatch import Plan, Ticket
+
+# Prompts waiting to be compared; more than this in one burst are not.
+MAX_QUEUE = 256
+# Comparisons per second over a long time, and at once: a comparison takes about 1 ms of a thread.
+COMPARED_PER_S = 50.0
+BURST = 256
+# Prompts that are compared in full with a new one: the best by shared features.
+MAX_TWINS = 3
+# Of two prompts that share less than this, neither is a near-duplicate of the other.
+MIN_SHARED_RATIO = 0.5
+# A loss below this many blocks, or below this share of the prompt, is rounding, the phrases that
+# two questions have in common, a template's own tokens.
+MIN_LOST_BLOCKS = 2
+MIN_LOST_RATIO = 0.02
+# Around the place, where the operator allows text.
+TEXT_CHARS = 40
+
+_IDENTITIES = frozenset({"cache_key", "document", "knowledge_base", "session"})
+_DOCUMENTS = frozenset({"document", "knowledge_base"})
+
+log = structlog.get_logger("warmlane")
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A finished request, as far as the report reads it."""
+
+    known: Known
+    plan: Plan
+    hit_tokens: int
+    others_hit_tokens: int
+    worker: str
+    decided_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a comparison found: tokens lost, where and why."""
+
+    tokens: int
+    place: Place
+    token: int
+
+
+class MissReport:
+    """Observes finished requests; event loop only.
+
+    Args:
+        log_prompts: Whether examples may carry text of prompts.
+        clock: Monotonic seconds.
+        memory: Recent prompts.
+    """
+
+    def __init__(
+        self,
+        *,
+        log_prompts: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        memory: Memory | None = None,
+    ) -> None:
+        self.tally = Tally(clock)
+        self._memory = Memory() if memory is None else memory
+        self._log_prompts = log_prompts
+        self._clock = clock
+        self._queue: deque[Finished] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._credit = float(BURST)
+        self._credit_s = clock()
+
+    def observe(self, plan: Plan, ticket: Ticket) -> None:
+        """Take note of a finished attempt; quick, and never raises."""
+        prompt = plan.prompt
+        if prompt is None or ticket.outcome is not Outcome.OK:
+            return
+        known = Known.from_plan(plan, prompt, self._clock())
+        if not known.num_blocks:
+            return
+        observed = ticket.observed_hit_tokens
+        hit = ticket.predicted_hit_tokens if observed is None else observed
+        hit = min(hit, known.usable_tokens)
+        tally = self.tally
+        tally.count("requests")
+        tally.count("prompt_tokens", prompt.num_tokens)
+        tally.count("hit_tokens", hit)
+        entry = self._memory.extended_by(known)
+        if entry is None:
+            self._enqueue(known, plan, ticket, hit)
+            return
+        before = entry.known
+        if known.has_text_only(since=before.num_messages):
+            self._memory.replace(entry, known, message_features(known, before.num_messages))
+        else:
+            self._memory.drop(entry)
+        lost = before.usable_tokens - hit
+        if lost >= MIN_LOST_BLOCKS * prompt.block_size:
+            self._count_uncached(_finished(known, plan, ticket, hit), before, lost)
+
+    def report(self) -> dict[str, Any]:
+        """Return ``GET /admin/v1/misses``: causes with the most expensive first, and totals."""
+        return self.tally.report()
+
+    async def settled(self) -> None:
+        """Return once everything observed so far is compared."""
+        while self._task is not None:
+            await self._task
+
+    async def close(self) -> None:
+        """Stop comparing."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _enqueue(self, known: Known, plan: Plan, ticket: Ticket, hit: int) -> None:
+        if len(self._queue) >= MAX_QUEUE or not self._may_compare():
+            self.tally.count("not_compared")
+            return
+        self._queue.append(_finished(known, plan, ticket, hit))
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._compare_queued())
+
+    def _may_compare(self) -> bool:
+        now_s = self._clock()
+        self._credit = min(BURST, self._credit + (now_s - self._credit_s) * COMPARED_PER_S)
+        self._credit_s = now_s
+        if self._credit < 1.0:
+            return False
+        self._credit -= 1.0
+        return True
+
+    async def _compare_queued(self) -> None:
+        try:
+            while self._queue:
+                finished = self._queue.popleft()
+                try:
+                    await self._compare(finished)
+                except Exception:  # a report must never end because of one odd body
+                    self.tally.count("failed")
+                    log.exception("miss_not_compared")
+        finally:
+            self._task = None
+
+    async def _compare(self, finished: Finished) -> None:
+        known = finished.known
+        if not known.has_text_only():
+            self.tally.count("not_compared")
+            return
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "misses")
+        run = asyncio.get_running_loop().run_in_executor
+        identity = _identity(finished.plan, _IDENTITIES)
+        found = await run(self._executor, features, known, identity)
+        twins = self._memory.near(found, MAX_TWINS)
+        if twins:
+            twin, lost_behind, shared = await run(self._executor, _nearest, finished, twins)
+            if twin is not None:
+                await self._judge(finished, twin, lost_behind, shared)
+        self.tally.count("compared")
+        self._memory.add(known, found)
+
+    async def _judge(self, finished: Finished, twin: Known, lost: int, shared: int) -> None:
+        block_size = finished.known.prompt.block_size
+        minimum = MIN_LOST_BLOCKS * block_size
+        if lost >= max(minimum, MIN_LOST_RATIO * finished.known.usable_tokens):
+            run = asyncio.get_running_loop().run_in_executor
+            finding = await run(self._executor, _find, finished.known, twin, lost, shared)
+            self._count(finished, finding)
+        uncached = shared * block_size - finished.hit_tokens
+        if uncached >= minimum:
+            self._count_uncached(finished, twin, uncached)
+
+    def _count_uncached(self, finished: Finished, before: Known, lost: int) -> None:
+        if finished.decided_s < before.finished_s:
+            return  # siblings of one burst: there was nothing to hit yet
+        is_elsewhere = finished.others_hit_tokens >= finished.hit_tokens + lost
+        cause = Cause.ROUTED_ELSEWHERE if is_elsewhere else Cause.NOT_CACHED
+        place = Place(cause, "cache", "")
+        self._count(finished, Finding(lost, place, finished.hit_tokens))
+
+    def _count(self, finished: Finished, finding: Finding) -> None:
+        plan, place = finished.plan, finding.place
+        example: dict[str, Any] = {
+            "request_id": plan.inbound.request_id,
+            "worker": finished.worker,
+            "place": place.path,
+            "char": place.char,
+            "token": finding.token,
+            "prompt_tokens": plan.num_tokens,
+            "hit_tokens": finished.hit_tokens,
+            "tokens_lost": finding.tokens,
+        }
+        if self._log_prompts and place.char is not None:
+            start = max(0, place.char - TEXT_CHARS)
+            example["text"] = place.text[start : place.char + TEXT_CHARS]
+        self.tally.add(
+            Loss(
+                place.cause,
+                place.segment,
+                plan.pool.name,
+                plan.inbound.tenant,
+                plan.inbound.model,
+                _identity(plan, _DOCUMENTS),
+                finding.tokens,
+                example,
+            )
+        )
+
+
+def _finished(known: Known, plan: Plan, ticket: Ticket, hit: int) -> Finished:
+    others = (
+        c.hit_gpu + c.hit_cpu + c.hit_disk + c.hit_remote
+        for c in ticket.decision.input.candidates
+        if c.worker != ticket.worker.id
+    )
+    decided_s = ticket.decision.input.now_s
+    return Finished(known, plan, hit, max(others, default=0), ticket.worker.id, decided_s)
+
+
+def _identity(plan: Plan, kinds: frozenset[str]) -> str:
+    key = plan.key
+    return str(key) if key.kind in kinds else ""
+
+
+def _nearest(finished: Finished, twins: list[Known]) -> tuple[Known | None, int, int]:
+    """Return the twin that shares most, tokens lost behind its end, and leading blocks shared."""
+    known = finished.known
+    best: tuple[int, Known | None, int, int] = (0, None, 0, 0)
+    tokens = known.prompt.token_ids
+    for twin in twins:
+        shared = shared_blocks(
+            known.prompt.block_hashes, twin.prompt.block_hashes, known.num_blocks
+        )
+        start = shared * known.prompt.block_size
+        behind = max(start, finished.hit_tokens)
+        rest = tokens[start : known.usable_tokens]
+        again = known_tokens(rest, twin.prompt.token_ids[start:])
+        # What was hit thanks to a third prompt is not lost.
+        lost = min(again, known.usable_tokens - behind)
+        total = start + again
+        if total > best[0]:
+            best = (total, twin, lost, shared)
+    total, found, lost, shared = best
+    is_near = total >= MIN_SHARED_RATIO * known.usable_tokens
+    return (found, lost, shared) if is_near else (None, 0, 0)
+
+
+def _find(known: Known, twin: Known, lost: int, shared: int) -> Finding:
+    tokens, others = known.prompt.token_ids, twin.prompt.token_ids
+    token = first_difference(tokens, others, shared * known.prompt.block_size)
+    return Finding(lost, locate(known, twin, token), token)
