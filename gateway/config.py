@@ -62,7 +62,7 @@ class ServerConfig(Section):
     processes: PositiveInt = 1
     max_body_mb: PositiveInt = 32
     drain_s: Seconds = 30
-    front: Literal["aiohttp"] = "aiohttp"
+    front: Literal["aiohttp", "raw"] = "aiohttp"
     access: AccessConfig = AccessConfig()
     tls: TlsConfig = TlsConfig()
     limits: LimitsConfig = LimitsConfig()

@@ -11,18 +11,12 @@ from typing import TYPE_CHECKING
 import orjson
 import structlog
 
-from gateway.errors import (
-    ExpectationFailed,
-    GatewayError,
-    InvalidRequest,
-    PoolUnavailable,
-    ShuttingDown,
-)
-from gateway.proxy.body import Surface, check_length, parse_body, read_body
-from gateway.proxy.delivery import own_headers
+from gateway.errors import GatewayError, InvalidRequest, PoolUnavailable, ShuttingDown
+from gateway.proxy.body import Surface, parse_body
+from gateway.proxy.delivery import own_lines
 from gateway.proxy.forward import Proxy
 from gateway.proxy.headers import request_id_from
-from gateway.proxy.responses import error_response, json_response
+from gateway.proxy.responses import AiohttpExchange, json_response
 from gateway.routing.dispatch import Inbound, Outcome
 from gateway.telemetry.record import RequestRecord
 
@@ -31,6 +25,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
+    from gateway.front.exchange import Exchange
     from gateway.proxy.lifecycle import Lifecycle
     from gateway.proxy.limits import Limits
     from gateway.routing.dispatch import Dispatcher
@@ -39,6 +34,10 @@ log = structlog.get_logger("warmlane")
 
 # What servers log for a client that left before its status was sent (nginx's convention).
 STATUS_CLIENT_CLOSED = 499
+_SURFACES: dict[str, Surface] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+}
 
 
 class Api:
@@ -69,22 +68,18 @@ class Api:
 
     def add_routes(self, app: web.Application) -> None:
         """Add the client surface to ``app``."""
-        add = app.router.add_route
-        expect = self.expect
-        add("POST", "/v1/chat/completions", self.chat, expect_handler=expect)
-        add("POST", "/v1/completions", self.completions, expect_handler=expect)
+        for path in _SURFACES:
+            app.router.add_post(path, self.infer, expect_handler=_no_answer)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/health", self.live)
         app.router.add_get("/health/live", self.live)
         app.router.add_get("/health/ready", self.ready)
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        """``POST /v1/chat/completions``."""
-        return await self._infer(request, "chat")
-
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        """``POST /v1/completions``."""
-        return await self._infer(request, "completions")
+    async def infer(self, request: web.Request) -> web.StreamResponse:
+        """``POST`` on an inference path, through aiohttp."""
+        exchange = AiohttpExchange(request, self._limits)
+        await self.serve(exchange)
+        return exchange.response()
 
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: names and aliases of all pools, each once."""
@@ -108,59 +103,55 @@ class Api:
         response.force_close()
         return response
 
-    async def expect(self, request: web.Request) -> web.StreamResponse | None:
-        """Answer an ``Expect`` header: go on, or refuse before the body is sent."""
-        try:
-            check_length(request, self._limits)
-            if request.headers["expect"].lower() != "100-continue":
-                raise ExpectationFailed("The only expectation known here is 100-continue.")
-        except InvalidRequest as error:
-            return error_response(error, _request_id(request))
-        if request.transport is not None:
-            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return None
+    async def serve(self, exchange: Exchange) -> None:
+        """Serve a request to an inference path, turn failures into answers, account for both.
 
-    async def _infer(self, request: web.Request, surface: Surface) -> web.StreamResponse:
-        """Serve, turn failures into answers, and account for both."""
+        Raises:
+            ConnectionError: If the client has left.
+        """
         started_s = self._clock()
-        record = RequestRecord(_request_id(request), surface)
+        request_id = request_id_from(exchange.headers.get("x-request-id"))
+        record = RequestRecord(request_id, _SURFACES[exchange.path])
         task = asyncio.current_task()
         assert task is not None  # handlers run in tasks
         self._lifecycle.enter(task)
         try:
-            return await self._serve(request, surface, record, started_s)
+            await self._serve(exchange, record, started_s)
         except GatewayError as error:
-            return _refuse(request, error, record)
+            _refuse(exchange, error, record)
         except asyncio.CancelledError:
-            if not self._lifecycle.is_over or request.transport is None:
+            if not self._lifecycle.is_over or exchange.is_gone:
                 _client_closed(record)
                 raise
             task.uncancel()
-            return _refuse(request, ShuttingDown("The gateway was shut down."), record)
+            _refuse(exchange, ShuttingDown("The gateway was shut down."), record)
         except ConnectionError:
             _client_closed(record)
             raise
         except Exception:
             log.exception("request_failed", request_id=record.request_id)
             failure = GatewayError("The gateway failed on this request.", code="internal_error")
-            return _refuse(request, failure, record)
+            _refuse(exchange, failure, record)
         finally:
             self._lifecycle.leave(task)
             record.duration_s = self._clock() - started_s
             self._observe(record)
 
-    async def _serve(
-        self, request: web.Request, surface: Surface, record: RequestRecord, started_s: float
-    ) -> web.StreamResponse:
+    async def _serve(self, exchange: Exchange, record: RequestRecord, started_s: float) -> None:
         if self._lifecycle.draining:
             raise ShuttingDown("This gateway is shutting down; another one will answer.")
-        body = await read_body(request, self._limits)
+        exchange.admit_body(self._limits.body_bytes)
+        body = await exchange.read_body()
+        surface = _SURFACES[exchange.path]
         document = parse_body(body, surface)
         model = record.model = document["model"]
         record.stream = document.get("stream") is True
-        # The mapping of aiohttp finds names in any case.
-        inbound = Inbound(surface, document, request.headers, model, request_id=record.request_id)
-        return await self._proxy.forward(request, inbound, body, record, started_s)
+        inbound = Inbound(surface, document, exchange.headers, model, request_id=record.request_id)
+        await self._proxy.forward(exchange, inbound, body, record, started_s)
+
+
+async def _no_answer(request: web.Request) -> None:
+    """Leave an ``Expect`` header to ``Api.serve``."""
 
 
 def _request_id(request: web.Request) -> str:
@@ -172,9 +163,8 @@ def _json(request: web.Request, document: object, *, status: int = 200) -> web.R
     return json_response(orjson.dumps(document), headers, status=status)
 
 
-def _refuse(request: web.Request, error: GatewayError, record: RequestRecord) -> web.Response:
+def _refuse(exchange: Exchange, error: GatewayError, record: RequestRecord) -> None:
     """Answer with an error and account for it."""
-    record.status = error.status
     if not record.outcome:
         record.outcome = (
             "refused"
@@ -183,11 +173,14 @@ def _refuse(request: web.Request, error: GatewayError, record: RequestRecord) ->
             if isinstance(error, PoolUnavailable)
             else "failed"
         )
-    response = error_response(error, record.request_id)
-    response.headers.update(own_headers(request, record))
-    if isinstance(error, ShuttingDown) or not request.content.is_eof():
-        response.force_close()
-    return response
+    if exchange.is_begun:
+        # Half an answer is out: nothing but its breaking off can tell of the error.
+        exchange.abort()
+        return
+    record.status = error.status
+    if isinstance(error, ShuttingDown):
+        exchange.keep_alive = False
+    exchange.refuse(error, own_lines(exchange, record))
 
 
 def _client_closed(record: RequestRecord) -> None:

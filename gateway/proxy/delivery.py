@@ -9,18 +9,16 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from aiohttp import HttpVersion11, web
-
 from gateway.errors import GatewayError, ShuttingDown, UpstreamError, WorkerFailed
 from gateway.proxy.encoding import Inflater
 from gateway.proxy.headers import RawPairs, to_client
-from gateway.proxy.responses import SplicedResponse
 from gateway.proxy.sse import StreamObserver, usage_in_body
 from gateway.routing.dispatch import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gateway.front.exchange import Exchange
     from gateway.proxy.forward import Proxy
     from gateway.routing.dispatch import Ticket, Usage
     from gateway.telemetry.record import RequestRecord
@@ -35,7 +33,7 @@ class Delivery:
     """Delivers one answer of a worker; ``run`` is called once.
 
     Args:
-        request: The client's request.
+        exchange: The client's request, not answered yet.
         answer: The worker's answer, its head read; closed by the caller.
         ticket: Finished here, as soon as the worker has done its part.
         record: Gets status, token counts and TTFT.
@@ -45,14 +43,14 @@ class Delivery:
 
     def __init__(
         self,
-        request: web.Request,
+        exchange: Exchange,
         answer: Response,
         ticket: Ticket,
         record: RequestRecord,
         proxy: Proxy,
         started_s: float,
     ) -> None:
-        self._request = request
+        self._exchange = exchange
         self._answer = answer
         self._ticket = ticket
         self._record = record
@@ -63,7 +61,7 @@ class Delivery:
         self._inflater: Inflater | None = None
         self._failure: UpstreamError | None = None
 
-    async def run(self) -> web.StreamResponse:
+    async def run(self) -> None:
         """Deliver the whole answer.
 
         Raises:
@@ -75,16 +73,13 @@ class Delivery:
         if Inflater.can(answer.content_encoding):
             self._inflater = Inflater(answer.content_encoding, self._limits.decompressed_bytes)
             headers = [pair for pair in headers if pair[0].lower() != b"content-encoding"]
-        own = own_headers(self._request, self._record)
-        lines = (
-            to_client(headers, answer.connection)
-            + "".join([f"{name}: {value}\r\n" for name, value in own]).encode()
-        )
+        lines = to_client(headers, answer.connection) + own_lines(self._exchange, self._record)
         if answer.content_type.startswith(b"text/event-stream"):
-            return await self._events(lines)
-        return await self._body(lines)
+            await self._events(lines)
+        else:
+            await self._body(lines)
 
-    async def _body(self, lines: bytes) -> web.StreamResponse:
+    async def _body(self, lines: bytes) -> None:
         answer = self._answer
         try:
             data = await answer.read_up_to(MAX_WHOLE_BYTES)
@@ -98,34 +93,35 @@ class Delivery:
                 code="answer_cut_off",
             ) from error
         if not answer.complete:
-            return await self._long_body(data, lines)
+            await self._long_body(data, lines)
+            return
         outcome = _outcome(answer.status)
         self._finish(outcome, usage_in_body(data) if outcome is Outcome.OK else None)
         self._record.status = answer.status
-        return SplicedResponse(answer.status, lines, body=data)
+        exchange = self._exchange
+        exchange.answer(answer.status, lines, data)
+        if exchange.is_full:
+            await self._drain()
 
-    async def _long_body(self, begin: bytes, lines: bytes) -> web.StreamResponse:
+    async def _long_body(self, begin: bytes, lines: bytes) -> None:
         answer = self._answer
         length = answer.content_length if self._inflater is None else None
-        response = SplicedResponse(answer.status, lines, length=length)
-        write = self._inflated(await self._open(response))
+        write = self._inflated(self._begin(lines, length))
         write(begin)
         try:
             await answer.pump(write, self._drain)
         except UpstreamError:
             self._ticket.finish(Outcome.TRUNCATED)
-            # The client must not take the part for the whole.
-            if self._request.transport is not None:
-                self._request.transport.abort()
+            self._exchange.abort()
+        else:
+            self._exchange.end()
         self._finish(_outcome(answer.status), None)
-        return response
 
-    async def _events(self, lines: bytes) -> web.StreamResponse:
+    async def _events(self, lines: bytes) -> None:
         answer, observer = self._answer, StreamObserver()
         if b"\r\ncache-control:" not in b"\r\n" + lines.lower():
             lines += b"cache-control: no-cache\r\n"
-        response = SplicedResponse(answer.status, lines + b"x-accel-buffering: no\r\n")
-        send, feed = await self._open(response), observer.feed
+        send, feed = self._begin(lines + b"x-accel-buffering: no\r\n", None), observer.feed
         is_waiting = True
 
         def write(data: bytes) -> bool:
@@ -150,10 +146,11 @@ class Delivery:
         if error is None:
             send(observer.rest())
         else:
-            response.force_close()
+            self._exchange.keep_alive = False
             send((b"\n\n" if observer.is_mid_event else b"") + error.event())
-        await response.write_eof()
-        return response
+        self._exchange.end()
+        if self._exchange.is_full:
+            await self._drain()
 
     def _shutdown(self) -> GatewayError:
         """End the stream as cancelled by this gateway; the error to tell."""
@@ -180,13 +177,11 @@ class Delivery:
             code="stream_cut_off",
         )
 
-    async def _open(self, response: SplicedResponse) -> Callable[[bytes], bool]:
+    def _begin(self, lines: bytes, length: int | None) -> Callable[[bytes], bool]:
         """Send the head; return what writes the body."""
-        if self._request.version < HttpVersion11:
-            response.force_close()
-        await response.prepare(self._request)
-        self._record.status = response.status
-        return response.writer()
+        write = self._exchange.begin(self._answer.status, lines, length)
+        self._record.status = self._answer.status
+        return write
 
     def _inflated(self, write: Callable[[bytes], bool]) -> Callable[[bytes], bool]:
         """Put the undoing of the worker's content encoding, if there is one, before ``write``."""
@@ -209,10 +204,9 @@ class Delivery:
             raise self._failure
         try:
             async with asyncio.timeout(self._limits.request_s):
-                await self._request.writer.drain()
+                await self._exchange.drain()
         except TimeoutError as error:
-            if self._request.transport is not None:
-                self._request.transport.abort()
+            self._exchange.abort()
             raise ConnectionResetError("the client took too long to read its answer") from error
 
     def _finish(self, outcome: Outcome, usage: Usage | None) -> None:
@@ -222,18 +216,20 @@ class Delivery:
             self._record.completion_tokens = usage.completion_tokens
 
 
-def own_headers(request: web.Request, record: RequestRecord) -> list[tuple[str, str]]:
+def own_lines(exchange: Exchange, record: RequestRecord) -> bytes:
     """Return what the gateway says about its own part, more of it when asked to explain."""
-    timing = f"route;dur={record.route_s * 1000:.3f}, queue;dur={record.queue_s * 1000:.3f}"
-    headers = [("x-request-id", record.request_id), ("server-timing", timing)]
-    if request.headers.get("x-warmlane-explain") == "1" and record.worker:
-        headers += [
-            ("x-warmlane-worker", record.worker),
-            ("x-warmlane-reason", record.reason),
-            ("x-warmlane-prompt-tokens", str(record.prompt_tokens)),
-            ("x-warmlane-hit-tokens", str(record.predicted_hit_tokens)),
-        ]
-    return headers
+    lines = (
+        f"x-request-id: {record.request_id}\r\nserver-timing: "
+        f"route;dur={record.route_s * 1000:.3f}, queue;dur={record.queue_s * 1000:.3f}\r\n"
+    )
+    if record.worker and exchange.headers.get("x-warmlane-explain") == "1":
+        lines += (
+            f"x-warmlane-worker: {record.worker}\r\n"
+            f"x-warmlane-reason: {record.reason}\r\n"
+            f"x-warmlane-prompt-tokens: {record.prompt_tokens}\r\n"
+            f"x-warmlane-hit-tokens: {record.predicted_hit_tokens}\r\n"
+        )
+    return lines.encode()
 
 
 def _outcome(status: int) -> Outcome:

@@ -26,16 +26,15 @@ from gateway.proxy.delivery import Delivery
 from gateway.proxy.headers import to_worker
 from gateway.proxy.retry import RetryBudget
 from gateway.proxy.splice import splice
-from gateway.routing.dispatch import Decision, Outcome
+from gateway.routing.dispatch import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiohttp import web
-
+    from gateway.front.exchange import Exchange
     from gateway.proxy.lifecycle import Lifecycle
     from gateway.proxy.limits import Limits
-    from gateway.routing.dispatch import Dispatcher, Inbound, Plan, Ticket
+    from gateway.routing.dispatch import Decision, Dispatcher, Inbound, Plan, Ticket
     from gateway.routing.pool import Pool
     from gateway.telemetry.record import RequestRecord
 
@@ -65,12 +64,12 @@ class Proxy:
 
     async def forward(
         self,
-        request: web.Request,
+        exchange: Exchange,
         inbound: Inbound,
         body: bytes,
         record: RequestRecord,
         started_s: float,
-    ) -> web.StreamResponse:
+    ) -> None:
         """Serve a request that was read and checked; ``record`` is filled in as things happen.
 
         Raises:
@@ -84,8 +83,8 @@ class Proxy:
             )
         record.pool = pool.name
         headers = to_worker(
-            request.raw_headers,
-            request.headers.get("connection"),
+            exchange.raw_headers,
+            exchange.headers.get("connection"),
             record.request_id,
             self.limits.head_bytes,
         )
@@ -98,22 +97,22 @@ class Proxy:
             budget = self._budgets[pool.name] = RetryBudget(self.limits.retry_ratio, self.clock)
         budget.deposit()
         outbound = _outbound(pool, inbound, body)
-        sending = _Sending(self, request, plan, headers, outbound, budget, record, started_s)
-        return await sending.run(decision)
+        sending = _Sending(self, exchange, plan, headers, outbound, budget, record, started_s)
+        await sending.run(decision)
 
 
 class _Sending:
     """The attempts of one request: at most ``limits.attempts``, each on another worker."""
 
     __slots__ = (
-        *("_body", "_budget", "_failed", "_headers", "_is_spent", "_plan", "_proxy", "_record"),
-        *("_request", "_started_s"),
+        *("_body", "_budget", "_exchange", "_failed", "_headers", "_is_spent", "_plan", "_proxy"),
+        *("_record", "_started_s"),
     )
 
     def __init__(
         self,
         proxy: Proxy,
-        request: web.Request,
+        exchange: Exchange,
         plan: Plan,
         headers: bytes,
         body: bytes,
@@ -122,7 +121,7 @@ class _Sending:
         started_s: float,
     ) -> None:
         self._proxy = proxy
-        self._request = request
+        self._exchange = exchange
         self._plan = plan
         self._headers = headers
         self._body = body
@@ -132,7 +131,7 @@ class _Sending:
         self._failed: list[str] = []
         self._is_spent = False
 
-    async def run(self, decision: Decision) -> web.StreamResponse:
+    async def run(self, decision: Decision) -> None:
         """Try the chosen worker, then others while that is allowed."""
         if decision.worker is None:
             raise PoolUnavailable(
@@ -143,7 +142,7 @@ class _Sending:
             ticket = self._proxy.dispatcher.admit(self._plan, decision)
             _note(self._record, ticket)
             try:
-                delivered = await self._attempt(ticket)
+                other = await self._attempt(ticket)
             except asyncio.CancelledError:
                 is_over = self._proxy.lifecycle.is_over
                 ticket.finish(Outcome.CANCELLED if is_over else Outcome.CLIENT_CLOSED)
@@ -153,19 +152,19 @@ class _Sending:
                 raise
             finally:
                 _settle(self._record, ticket)
-            if not isinstance(delivered, Decision):
-                return delivered
-            decision = delivered
+            if other is None:
+                return
+            decision = other
 
-    async def _attempt(self, ticket: Ticket) -> web.StreamResponse | Decision:
-        """Ask one worker: its answer as delivered, or the decision for another attempt."""
+    async def _attempt(self, ticket: Ticket) -> Decision | None:
+        """Ask one worker and deliver its answer, or return the decision for another attempt."""
         upstream, limits = ticket.worker.upstream, self._proxy.limits
         if upstream is None:
             raise LookupError(f"worker {ticket.worker.id} has no connections")
         try:
             answer = await upstream.request(
                 "POST",
-                self._request.path,
+                self._exchange.path,
                 self._headers,
                 self._body,
                 first_byte_s=limits.first_byte_s,
@@ -192,9 +191,10 @@ class _Sending:
             if answer.status == 503 and (other := self._other(ticket)) is not None:
                 ticket.finish(Outcome.UPSTREAM_ERROR)
                 return other
-            return await Delivery(
-                self._request, answer, ticket, self._record, self._proxy, self._started_s
+            await Delivery(
+                self._exchange, answer, ticket, self._record, self._proxy, self._started_s
             ).run()
+            return None
         finally:
             answer.close()
 

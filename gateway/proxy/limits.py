@@ -17,6 +17,7 @@ class Limits:
     head_bytes: int = 64 << 10
     headers: int = 128
     decompressed_bytes: int = 64 << 20
+    head_s: float = 10.0
     body_s: float = 60.0
     idle_s: float = 75.0
     first_byte_s: float = 600.0

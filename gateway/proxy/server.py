@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
 from aiohttp import web
 
 from gateway.errors import GatewayError, error_for_status
+from gateway.front.raw import RawFront
 from gateway.proxy.api import Api
 from gateway.proxy.headers import request_id_from
 from gateway.proxy.lifecycle import Lifecycle
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
 LIMITS = web.AppKey("limits", Limits)
+API = web.AppKey("api", Api)
+
+Front = Literal["aiohttp", "raw"]
 
 log = structlog.get_logger("warmlane")
 
@@ -64,7 +69,8 @@ def make_app(
     app = web.Application()
     app[LIFECYCLE] = Lifecycle()
     app[LIMITS] = limits = limits or Limits()
-    Api(dispatcher, observe, limits, app[LIFECYCLE], clock).add_routes(app)
+    app[API] = api = Api(dispatcher, observe, limits, app[LIFECYCLE], clock)
+    api.add_routes(app)
     app.add_routes(extra_routes)
     return app
 
@@ -77,6 +83,7 @@ async def serve(
     drain_s: float,
     ready: Callable[[int], None],
     ssl: ssl_module.SSLContext | None = None,
+    front: Front = "aiohttp",
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once.
 
@@ -87,6 +94,7 @@ async def serve(
         drain_s: How long running requests may go on after the signal.
         ready: Called with the port once connections are accepted.
         ssl: Context for TLS.
+        front: What serves the connections of inference requests.
 
     Raises:
         OSError: If the address cannot be listened on.
@@ -97,7 +105,7 @@ async def serve(
     def on_signal() -> None:
         (hurry if stop.is_set() else stop).set()
 
-    listener = await Listener.start(app, host, port, ssl=ssl)
+    listener = await Listener.start(app, host, port, ssl=ssl, front=front)
     # What exists by now lives as long as the process; looking at it again finds nothing.
     gc.collect()
     gc.freeze()
@@ -127,9 +135,10 @@ class Listener:
     """A listening application. Make it with ``start``."""
 
     def __init__(
-        self, app: web.Application, runner: web.AppRunner, server: asyncio.Server, port: int
+        self, app: web.Application, runner: web.AppRunner, server: asyncio.Server, raw: RawFront
     ) -> None:
-        self.port = port
+        self.port: int = server.sockets[0].getsockname()[1]
+        self._raw = raw
         self._lifecycle = app[LIFECYCLE]
         self._runner = runner
         self._server = server
@@ -137,39 +146,37 @@ class Listener:
 
     @staticmethod
     async def start(
-        app: web.Application, host: str, port: int, *, ssl: ssl_module.SSLContext | None = None
+        app: web.Application,
+        host: str,
+        port: int,
+        *,
+        ssl: ssl_module.SSLContext | None = None,
+        front: Front = "aiohttp",
     ) -> Listener:
         """Start the application and listen.
 
         Raises:
             OSError: If the address cannot be listened on.
         """
-        limits = app[LIMITS]
         # Without cancellation a vanished client would be noticed at the next write only.
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_END_S)
         await runner.setup()
         loop = asyncio.get_running_loop()
-
-        def connection() -> ClientConnection:
-            assert runner.server is not None  # set by setup
-            return ClientConnection(
-                runner.server,
-                loop=loop,
-                keepalive_timeout=limits.idle_s,
-                max_line_size=limits.head_bytes // _MAX_FIELD_RATIO,
-                max_field_size=limits.head_bytes // _MAX_FIELD_RATIO,
-                max_headers=limits.headers,
-                lingering_time=_LINGER_S,
-                auto_decompress=False,
-                access_log=None,  # type: ignore[arg-type]  # aiohttp takes None for no log
-            )
-
+        limits = app[LIMITS]
+        reference = functools.partial(_reference, runner, limits, loop)
+        raw = RawFront(app[API].serve, reference, limits, loop)
+        connection = reference if front == "aiohttp" else raw.connection
         try:
             server = await loop.create_server(connection, host, port, backlog=_BACKLOG, ssl=ssl)
         except BaseException:
             await runner.cleanup()
             raise
-        return Listener(app, runner, server, server.sockets[0].getsockname()[1])
+        return Listener(app, runner, server, raw)
+
+    @property
+    def num_raw_connections(self) -> int:
+        """Open client connections that the gateway's own front serves."""
+        return self._raw.num_connections
 
     async def stop(self, drain_s: float) -> None:
         """Take no more requests, let running ones end within ``drain_s``, then close everything.
@@ -182,7 +189,26 @@ class Listener:
             return
         self._is_closed = True
         self._server.close()
+        self._raw.close()
         await self._runner.cleanup()
+
+
+def _reference(
+    runner: web.AppRunner, limits: Limits, loop: asyncio.AbstractEventLoop
+) -> ClientConnection:
+    """Make a connection that aiohttp serves."""
+    assert runner.server is not None  # set by its setup
+    return ClientConnection(
+        runner.server,
+        loop=loop,
+        keepalive_timeout=limits.idle_s,
+        max_line_size=limits.head_bytes // _MAX_FIELD_RATIO,
+        max_field_size=limits.head_bytes // _MAX_FIELD_RATIO,
+        max_headers=limits.headers,
+        lingering_time=_LINGER_S,
+        auto_decompress=False,
+        access_log=None,  # type: ignore[arg-type]  # aiohttp takes None for no log
+    )
 
 
 class ClientConnection(web.RequestHandler):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from gateway.proxy.server import LIFECYCLE, Listener, make_app
+from gateway.proxy.server import LIFECYCLE, Front, Listener, make_app
 from gateway.routing.dispatch import Dispatcher
 from gateway.routing.pool import Pool, Worker
 from gateway.upstream.client import Upstream
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from gateway.telemetry.record import RequestRecord
 
 CHAT = "/v1/chat/completions"
+# The front of the gateways that a test starts.
+default_front: Front = "aiohttp"
 
 
 @dataclass
@@ -85,15 +87,19 @@ async def gateway(
     limits: Limits | None = None,
     pools: list[Pool] | None = None,
     aliases: dict[str, str] | None = None,
+    front: Front | None = None,
 ) -> AsyncIterator[Gateway]:
-    """Run a gateway over workers ``w0, w1, ...``; afterwards nothing may be in flight."""
+    """Run a gateway over workers ``w0, w1, ...``; afterwards nothing may be in flight.
+
+    Without ``front`` it has the one of the test (``tests/gateway/conftest.py``).
+    """
     if pools is None:
         workers = [worker(f"w{i}", url, connect_timeout_s=1.0) for i, url in enumerate(urls)]
         pools = [Pool("chat", models=["m"], aliases=aliases or {}, workers=workers)]
     dispatcher = Dispatcher(pools, seed=0)
     records: list[RequestRecord] = []
     app = make_app(dispatcher, observe=records.append, limits=limits)
-    listener = await Listener.start(app, "127.0.0.1", 0)
+    listener = await Listener.start(app, "127.0.0.1", 0, front=front or default_front)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
         running = Gateway(listener, pools, dispatcher, app[LIFECYCLE], session, records)
@@ -107,6 +113,7 @@ async def gateway(
             ] * len(books)
         finally:
             await listener.stop(0.0)
+            await poll_until(lambda: listener.num_raw_connections == 0, what="no connection left")
             for pool in pools:
                 for each in pool.workers.values():
                     if each.upstream is not None:

@@ -1,18 +1,22 @@
-"""The connection tests run on both event loops: their transports differ in how they end."""
+"""Which tests run on both event loops, and which on both fronts of the client port."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING
 
+import pytest
 import uvloop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    import pytest
-
-ON_BOTH_LOOPS = frozenset(("test_upstream", "test_faults"))
+# Transports differ in how they end.
+ON_BOTH_LOOPS = frozenset(("test_upstream", "test_faults", "test_front"))
+# What clients see may not depend on what serves them.
+ON_BOTH_FRONTS = frozenset(
+    ("test_http", "test_faults", "test_proxy", "test_server", "test_api_openai", "test_smuggling")
+)
 
 
 def pytest_asyncio_loop_factories(
@@ -24,3 +28,17 @@ def pytest_asyncio_loop_factories(
     if item.path.stem in ON_BOTH_LOOPS:
         factories["uvloop"] = uvloop.new_event_loop
     return factories
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests of a client's view once per front."""
+    if metafunc.definition.path.stem in ON_BOTH_FRONTS:
+        metafunc.fixturenames.append("front")
+        metafunc.parametrize("front", ["aiohttp", "raw"], indirect=True)
+
+
+@pytest.fixture
+def front(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make the gateways that this test starts use one front."""
+    monkeypatch.setattr("tests.fakes.gateway.default_front", request.param)
+    return str(request.param)

@@ -25,7 +25,7 @@ from tests.fakes.gateway import worker
 pool = Pool("chat", models=["m"], workers=[worker("w0", sys.argv[1])])
 app = make_app(Dispatcher([pool], seed=0), observe=lambda record: None)
 ready = lambda port: print(port, flush=True)
-asyncio.run(serve(app, "127.0.0.1", 0, drain_s=float(sys.argv[2]), ready=ready))
+asyncio.run(serve(app, "127.0.0.1", 0, drain_s=float(sys.argv[2]), ready=ready, front=sys.argv[3]))
 print("ended", flush=True)
 """
 
@@ -38,9 +38,10 @@ class Process:
         self.port = port
 
     @staticmethod
-    async def start(url: str, drain_s: float) -> Process:
+    async def start(url: str, drain_s: float, front: str) -> Process:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", PROGRAM, url, str(drain_s), stdout=asyncio.subprocess.PIPE
+            *(sys.executable, "-c", PROGRAM, url, str(drain_s), front),
+            stdout=asyncio.subprocess.PIPE,
         )
         assert process.stdout is not None
         async with asyncio.timeout(20):
@@ -63,10 +64,10 @@ async def streaming(port: int) -> RawClient:
     return client
 
 
-async def test_sigterm_lets_a_stream_end_and_turns_new_requests_away() -> None:
+async def test_sigterm_lets_a_stream_end_and_turns_new_requests_away(front: str) -> None:
     go_on = asyncio.Event()
     async with RawEngine(lambda _: stream(ROLE, content("some"), go_on, FINISH, DONE)) as engine:
-        gw = await Process.start(engine.url, 20)
+        gw = await Process.start(engine.url, 20, front)
         client = await streaming(gw.port)
         gw.terminate()
         status = 200
@@ -93,9 +94,9 @@ async def test_sigterm_lets_a_stream_end_and_turns_new_requests_away() -> None:
 
 
 @pytest.mark.parametrize("is_hurried", [False, True], ids=["drain time over", "second signal"])
-async def test_what_still_runs_then_ends_in_an_error_event(is_hurried: bool) -> None:
+async def test_what_still_runs_then_ends_in_an_error_event(is_hurried: bool, front: str) -> None:
     async with RawEngine(lambda _: stream(ROLE, content("some"), End.HANG)) as engine:
-        gw = await Process.start(engine.url, 30 if is_hurried else 0.3)
+        gw = await Process.start(engine.url, 30 if is_hurried else 0.3, front)
         client = await streaming(gw.port)
         gw.terminate()
         if is_hurried:
@@ -113,8 +114,8 @@ async def test_what_still_runs_then_ends_in_an_error_event(is_hurried: bool) -> 
     assert ended == (0, b"ended")
 
 
-async def test_an_idle_gateway_ends_at_once() -> None:
-    gw = await Process.start("http://127.0.0.1:9", 30)
+async def test_an_idle_gateway_ends_at_once(front: str) -> None:
+    gw = await Process.start("http://127.0.0.1:9", 30, front)
     gw.terminate()
 
     assert await gw.ended() == (0, b"ended")
@@ -137,7 +138,7 @@ async def test_an_address_in_use_is_an_error_and_leaves_nothing_running() -> Non
     async with gateway("http://127.0.0.1:9") as gw:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", PROGRAM.replace('"127.0.0.1", 0', f'"127.0.0.1", {gw.port}')),
-            *("http://127.0.0.1:9", "1"),
+            *("http://127.0.0.1:9", "1", "aiohttp"),
             stderr=asyncio.subprocess.PIPE,
         )
         _, err = await process.communicate()

@@ -1,0 +1,370 @@
+"""One connection of a client, served by the gateway's own front.
+
+It reads heads, and serves itself the requests whose first line is one of ``HOT_LINES``: one at a
+time, in order, each in a task. The first request of any other kind hands the connection over to the
+reference front (aiohttp), with the bytes read so far, for good: whatever is odd, rare or broken is
+answered there. Bytes behind a request wait, unread beyond ``MAX_HELD_BYTES``, until it is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+from typing import TYPE_CHECKING
+
+from gateway.errors import BodyTimeout, HeadTooLarge, InvalidRequest
+from gateway.front.exchange import Exchange, refusal
+from gateway.front.framing import ChunkedBody, SizedBody
+from gateway.front.head import Head
+
+if TYPE_CHECKING:
+    from gateway.front.raw import RawFront
+
+_HOT_PATHS = {
+    f"POST {path} HTTP/1.{minor}\r\n".encode(): (path, minor == 1)
+    for path in ("/v1/chat/completions", "/v1/completions")
+    for minor in (1, 0)
+}
+HOT_LINES = tuple(_HOT_PATHS)
+# Held for the next request while one is served. A client that leaves is noticed only while its
+# connection is read, so a pipelined request must not stop that at once.
+MAX_HELD_BYTES = 64 << 10
+# How long the rest of a refused request is read, so that its client can read the refusal.
+LINGER_S = 2.0
+
+
+class RawExchange(Exchange):
+    """A request on a connection of this front."""
+
+    __slots__ = ("_connection", "_head", "_waiter", "body", "failure")
+
+    def __init__(self, connection: RawConnection, head: Head, path: str) -> None:
+        super().__init__(
+            path,
+            head.headers,
+            head.raw,
+            content_length=head.content_length,
+            is_http11=head.is_http11,
+            keep_alive=head.keep_alive,
+        )
+        self.body: bytes | None = None
+        self.failure: InvalidRequest | None = None
+        self._head = head
+        self._connection = connection
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        """The client's connection; None once it is lost."""
+        return self._connection.transport
+
+    @property
+    def num_hosts(self) -> int:
+        """How many ``host`` headers there are."""
+        return self._head.num_hosts
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more is waiting to be sent than should."""
+        return self._connection.writing_paused
+
+    @property
+    def is_body_read(self) -> bool:
+        """Whether all of the request has come."""
+        return self.body is not None
+
+    async def read_body(self) -> bytes:
+        """Return the whole body.
+
+        Raises:
+            InvalidRequest: If it is too long, broken or does not come in time.
+        """
+        while self.body is None:
+            if self.failure is not None:
+                raise self.failure
+            self._waiter = self._connection.loop.create_future()
+            await self._waiter
+        return self.body
+
+    async def drain(self) -> None:
+        """Wait until the client has taken enough to send more.
+
+        Raises:
+            ConnectionError: If it has left.
+        """
+        await self._connection.drain()
+
+    def wake(self) -> None:
+        """Let ``read_body`` look again."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class RawConnection(asyncio.Protocol):
+    """The protocol of one client's socket.
+
+    ``deadline_s`` is the loop time at which the front calls ``expire``.
+    """
+
+    __slots__ = (
+        *("_body", "_drained", "_exchange", "_front", "_held", "_is_lingering", "_is_paused"),
+        *("_task", "deadline_s", "loop", "transport", "writing_paused"),
+    )
+
+    def __init__(self, front: RawFront, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.transport: asyncio.Transport | None = None
+        self.writing_paused = False
+        self.deadline_s = math.inf
+        self._front = front
+        self._exchange: RawExchange | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._body: SizedBody | ChunkedBody | None = None
+        self._held = b""
+        self._is_paused = False
+        self._is_lingering = False
+        self._drained: asyncio.Future[None] | None = None
+
+    # asyncio's callbacks.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the socket."""
+        self.transport = transport  # type: ignore[assignment]
+        self.deadline_s = self.loop.time() + self._front.limits.idle_s
+        self._front.remember(self)
+        # A client that vanished without a word is noticed in the end, however long it waits.
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes: of a body, of the next request, or of what nobody wants any more."""
+        if self._body is not None:
+            self._feed_body(self._body, data)
+        elif self._exchange is not None or self.writing_paused:
+            self._hold(self._held + data)
+        elif not self._is_lingering:
+            self._take(self._held + data if self._held else data)
+
+    def eof_received(self) -> None:
+        """Treat a client that sends no more as one that has left, as the reference does."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End what is under way."""
+        self.transport = None
+        self._front.forget(self)
+        self.resume_writing()
+        if self._task is not None:
+            self._task.cancel()
+
+    def pause_writing(self) -> None:
+        """Note that the client is slower than what is sent to it."""
+        self.writing_paused = True
+
+    def resume_writing(self) -> None:
+        """Go on with what waited for the client."""
+        self.writing_paused = False
+        drained, self._drained = self._drained, None
+        if drained is not None and not drained.done():
+            drained.set_result(None)
+        elif self._exchange is None and self.transport is not None:
+            self._next()
+
+    # Called by the front and the exchange.
+
+    async def drain(self) -> None:
+        """Wait until writing may go on.
+
+        Raises:
+            ConnectionError: If the client has left.
+        """
+        if self.writing_paused:
+            self._drained = self.loop.create_future()
+            await self._drained
+        if self.transport is None or self.transport.is_closing():
+            raise ConnectionResetError("the client has left")
+
+    def expire(self) -> None:
+        """Act on a deadline that is over."""
+        self.deadline_s = math.inf
+        limits = self._front.limits
+        if self._exchange is not None:
+            late = f"The body did not arrive within {limits.body_s:g} s."
+            self._fail_body(self._exchange, BodyTimeout(late))
+        elif self._held and not self._is_lingering:
+            late = f"The head did not arrive within {limits.head_s:g} s."
+            self._refuse(BodyTimeout(late))
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close the socket at once."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    # Reading.
+
+    def _take(self, data: bytes) -> None:
+        """Read the beginning of a request, and serve it once its head is there."""
+        limits = self._front.limits
+        end = data.find(b"\r\n\r\n") + 4
+        if end < 4:
+            self._take_part(data)
+            return
+        hot = _HOT_PATHS.get(data[: data.find(b"\r\n") + 2])
+        if hot is None:
+            self._hand_over(data)
+            return
+        try:
+            if end > limits.head_bytes:
+                raise _too_large(limits.head_bytes)
+            head = Head(data[:end], is_http11=hot[1], max_headers=limits.headers)
+        except InvalidRequest as error:
+            self._refuse(error)
+            return
+        self._held = b""
+        exchange = self._exchange = RawExchange(self, head, hot[0])
+        length = head.content_length
+        if length == len(data) - end:
+            exchange.body = data[end:]
+            self.deadline_s = math.inf
+        else:
+            self.deadline_s = self.loop.time() + limits.body_s
+            # A longer body is refused from its head; nothing of it is kept.
+            if length is not None and length > limits.body_bytes:
+                self._pause()
+            else:
+                body = self._body = (
+                    ChunkedBody(limits.body_bytes) if length is None else SizedBody(length)
+                )
+                self._feed_body(body, data[end:])
+        self._task = self.loop.create_task(self._serve(exchange))
+
+    def _take_part(self, data: bytes) -> None:
+        """Keep a head that goes on, unless it is too long or can no longer become a valid one."""
+        limits = self._front.limits
+        is_too_large = len(data) > limits.head_bytes
+        is_broken = not data[:1].isalpha() or data.count(b"\n") != data.count(b"\r\n")
+        if not is_too_large and not is_broken:
+            if not self._held:
+                self.deadline_s = self.loop.time() + limits.head_s
+            self._held = data
+        elif not data.startswith(HOT_LINES):
+            self._hand_over(data)
+        elif is_broken:
+            self._refuse(InvalidRequest("The request is not valid HTTP: a line has no CRLF."))
+        else:
+            self._refuse(_too_large(limits.head_bytes))
+
+    def _feed_body(self, body: SizedBody | ChunkedBody, data: bytes) -> None:
+        exchange = self._exchange
+        assert exchange is not None  # a body belongs to one
+        try:
+            rest = body.feed(data)
+        except InvalidRequest as error:
+            self._fail_body(exchange, error)
+            return
+        if rest is None:
+            return
+        self._body = None
+        self.deadline_s = math.inf
+        exchange.body = body.value()
+        exchange.wake()
+        if rest:
+            self._hold(rest)
+
+    def _fail_body(self, exchange: RawExchange, error: InvalidRequest) -> None:
+        self._body = None
+        self.deadline_s = math.inf
+        exchange.failure = error
+        exchange.wake()
+
+    def _hold(self, data: bytes) -> None:
+        """Keep bytes of requests to come."""
+        self._held = data
+        if len(data) > MAX_HELD_BYTES:
+            self._pause()
+
+    def _pause(self) -> None:
+        if not self._is_paused and self.transport is not None:
+            self._is_paused = True
+            self.transport.pause_reading()
+
+    def _resume(self) -> None:
+        if self._is_paused and self.transport is not None and not self.transport.is_closing():
+            self._is_paused = False
+            self.transport.resume_reading()
+
+    # Serving and ending.
+
+    async def _serve(self, exchange: RawExchange) -> None:
+        """Serve one request; the task of its own."""
+        try:
+            await self._front.handler(exchange)
+        except ConnectionError:
+            pass  # the client has left
+        finally:
+            self._task = self._exchange = self._body = None
+            self._after(exchange)
+
+    def _after(self, exchange: RawExchange) -> None:
+        """Go on with the connection, or end it."""
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return
+        if not exchange.is_ended:
+            transport.abort()
+        elif not exchange.keep_alive or exchange.body is None:
+            self._linger(is_all_read=exchange.body is not None and not self._held)
+        else:
+            self.deadline_s = self.loop.time() + self._front.limits.idle_s
+            if self._held and not self.writing_paused:
+                self._next()
+
+    def _next(self) -> None:
+        """Take up what was held while a request was served."""
+        data, self._held = self._held, b""
+        self._resume()
+        if data:
+            self._take(data)
+
+    def _refuse(self, error: InvalidRequest) -> None:
+        """Answer what is not a request that could be served."""
+        if self.transport is not None:
+            self.transport.write(refusal(error))
+            self._linger(is_all_read=False)
+
+    def _linger(self, *, is_all_read: bool) -> None:
+        """End the connection so that the client can still read what was sent to it.
+
+        Closed with bytes unread, it would be reset, and the reset may overtake the answer.
+        """
+        transport = self.transport
+        if transport is None:
+            return
+        self._held = b""
+        if is_all_read:
+            transport.close()
+            return
+        self._is_lingering = True
+        self.deadline_s = self.loop.time() + LINGER_S
+        if transport.can_write_eof():
+            transport.write_eof()
+        self._resume()
+
+    def _hand_over(self, data: bytes) -> None:
+        """Give the connection to the reference front, which gets ``data`` first."""
+        transport, self.transport = self.transport, None
+        if transport is None:
+            return
+        self._front.forget(self)
+        protocol = self._front.reference()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        protocol.data_received(data)
+
+
+def _too_large(limit_bytes: int) -> HeadTooLarge:
+    return HeadTooLarge(f"The head of the request is longer than {limit_bytes} bytes.")

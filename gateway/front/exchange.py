@@ -1,0 +1,273 @@
+"""One request of a client and the answer to it, as the proxy sees them.
+
+The proxy knows nothing of the server in front of it: aiohttp (``gateway/proxy/responses.py``) and
+the gateway's own front (``gateway/front/connection.py``) both give it this. What is written to the
+client, and how it is framed, is decided here once for both.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Protocol
+
+from gateway.errors import BodyTooLarge, ExpectationFailed, InvalidRequest, UnsupportedEncoding
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from gateway.errors import GatewayError
+
+    Handler = Callable[["Exchange"], Awaitable[None]]
+
+_STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
+_CLOSE = b"connection: close\r\n\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class FrontLimits(Protocol):
+    """The bounds that a front needs."""
+
+    @property
+    def head_bytes(self) -> int:
+        """Most bytes of a head."""
+
+    @property
+    def headers(self) -> int:
+        """Most headers of a request."""
+
+    @property
+    def head_s(self) -> float:
+        """Time from a request's first byte to the end of its head."""
+
+    @property
+    def body_bytes(self) -> int:
+        """Most bytes of a body."""
+
+    @property
+    def body_s(self) -> float:
+        """Time from the end of a head to the end of its body."""
+
+    @property
+    def idle_s(self) -> float:
+        """Time between requests."""
+
+
+class Exchange(ABC):
+    """A request and its answer; used by the one task that serves it.
+
+    Attributes:
+        path: Path of the target, without a query.
+        headers: Headers by lower-case name; of a repeated one the first.
+        raw_headers: Pairs as sent, in order.
+        content_length: None if the body is chunked; 0 if there is none.
+        is_http11: Whether the client speaks HTTP/1.1, and so chunks and interim answers.
+        keep_alive: Whether the connection goes on after the answer; may be set to False.
+        is_begun: Whether a byte of the answer was sent.
+        is_ended: Whether the whole answer was sent.
+    """
+
+    __slots__ = (
+        *("_is_chunked", "content_length", "headers", "is_begun", "is_ended", "is_http11"),
+        *("keep_alive", "path", "raw_headers"),
+    )
+
+    def __init__(
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        raw_headers: Sequence[tuple[bytes, bytes]],
+        *,
+        content_length: int | None,
+        is_http11: bool,
+        keep_alive: bool,
+    ) -> None:
+        self.path = path
+        self.headers = headers
+        self.raw_headers = raw_headers
+        self.content_length = content_length
+        self.is_http11 = is_http11
+        # An answer to HTTP/1.0 ends by closing: what else its clients understand is not known.
+        self.keep_alive = keep_alive and is_http11
+        self.is_begun = False
+        self.is_ended = False
+        self._is_chunked = False
+
+    # What a front provides.
+
+    @property
+    @abstractmethod
+    def transport(self) -> asyncio.Transport | None:
+        """The client's connection; None once it is lost."""
+
+    @property
+    @abstractmethod
+    def num_hosts(self) -> int:
+        """How many ``host`` headers there are."""
+
+    @property
+    @abstractmethod
+    def is_full(self) -> bool:
+        """Whether more is waiting to be sent than should."""
+
+    @property
+    @abstractmethod
+    def is_body_read(self) -> bool:
+        """Whether all of the request has come."""
+
+    @abstractmethod
+    async def read_body(self) -> bytes:
+        """Return the whole body.
+
+        Raises:
+            InvalidRequest: If it is too long, broken or does not come in time.
+        """
+
+    @abstractmethod
+    async def drain(self) -> None:
+        """Wait until the client has taken enough to send more.
+
+        Raises:
+            ConnectionError: If it has left.
+        """
+
+    # What is the same for every front.
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing can be sent any more."""
+        transport = self.transport
+        return transport is None or transport.is_closing()
+
+    def admit_body(self, max_bytes: int) -> None:
+        """Check what the head says, before any of the body is waited for; ask for it if need be.
+
+        Raises:
+            InvalidRequest: If the request cannot be served, whatever its body is.
+        """
+        if self.num_hosts != 1 and (self.is_http11 or self.num_hosts):
+            raise InvalidRequest("Expected one host header.", code="bad_host")
+        length = self.content_length
+        if length is not None and length > max_bytes:
+            raise BodyTooLarge(f"The body is {length} bytes, the limit is {max_bytes}.")
+        encoding = self.headers.get("content-encoding")
+        if encoding is not None and encoding.strip().lower() not in ("", "identity"):
+            raise UnsupportedEncoding(
+                f"Bodies with content-encoding {encoding!r} are not accepted; send it uncompressed."
+            )
+        # RFC 9110, 10.1.1: an HTTP/1.0 client's expectation is to be ignored.
+        expected = self.headers.get("expect") if self.is_http11 else None
+        if expected is None:
+            return
+        if expected.lower() != "100-continue":
+            raise ExpectationFailed("The only expectation known here is 100-continue.")
+        transport = self.transport
+        if transport is not None and not self.is_body_read:
+            transport.write(CONTINUE)
+
+    def answer(self, status: int, lines: bytes, body: bytes) -> None:
+        """Send a whole answer.
+
+        Args:
+            status: Of the answer.
+            lines: Header lines, each with its end; without framing.
+            body: The whole body.
+
+        Raises:
+            ConnectionError: If the client has left.
+        """
+        self._send_head(status, lines, len(body), body)
+        self.is_ended = True
+
+    def refuse(self, error: GatewayError, lines: bytes) -> None:
+        """Send ``error`` in OpenAI's shape, with ``lines`` added; nothing if the client has left.
+
+        A connection with a rest of its request unread does not go on.
+        """
+        if self.is_gone:
+            return
+        self.keep_alive = self.keep_alive and self.is_body_read
+        self.answer(error.status, error_lines(error) + lines, error.openai_body())
+
+    def begin(self, status: int, lines: bytes, length: int | None) -> Callable[[bytes], bool]:
+        """Send the head of an answer and return what writes its body.
+
+        That may be called from any callback, and returns False when the client is slow or has left.
+        Everything it needs is bound once: with hundreds of streams, each attribute it had to look
+        up per piece would be a cache miss.
+
+        Args:
+            status: Of the answer.
+            lines: Header lines, each with its end; without framing.
+            length: Of the body; None if it is not known.
+
+        Raises:
+            ConnectionError: If the client has left.
+        """
+        transport = self._send_head(status, lines, length, b"")
+        is_chunked, is_closing, send = self._is_chunked, transport.is_closing, transport.write
+
+        def write(data: bytes) -> bool:
+            if is_closing():
+                return False
+            if data:
+                send(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
+            return not self.is_full
+
+        return write
+
+    def end(self) -> None:
+        """End a body that was begun."""
+        transport = self.transport
+        self.is_ended = True
+        if self._is_chunked and transport is not None and not transport.is_closing():
+            transport.write(b"0\r\n\r\n")
+
+    def abort(self) -> None:
+        """Break the connection off, so that the client cannot take a part for the whole."""
+        if (transport := self.transport) is not None:
+            transport.abort()
+
+    def _send_head(
+        self, status: int, lines: bytes, length: int | None, body: bytes
+    ) -> asyncio.Transport:
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client has left")
+        self.is_begun = True
+        self._is_chunked = length is None and self.is_http11
+        if self._is_chunked:
+            framing = b"transfer-encoding: chunked\r\n"
+        elif length is None or status in (204, 304):
+            framing = b""
+        else:
+            framing = b"content-length: %d\r\n" % length
+        if length is None and not self._is_chunked:
+            self.keep_alive = False
+        end = b"\r\n" if self.keep_alive else _CLOSE
+        transport.write(b"".join((_start(status), lines, framing, end, body)))
+        return transport
+
+
+def error_lines(error: GatewayError) -> bytes:
+    """Return the header lines of an error of the gateway's own."""
+    pairs = [("content-type", "application/json"), ("server", "warmlane"), *error.http_headers()]
+    return "".join([f"{name}: {value}\r\n" for name, value in pairs]).encode()
+
+
+def refusal(error: GatewayError) -> bytes:
+    """Return the whole answer to what is no request, after which the connection ends."""
+    body = error.openai_body()
+    named = b"x-request-id: %b\r\ncontent-length: %d\r\n" % (
+        os.urandom(16).hex().encode(),
+        len(body),
+    )
+    return b"".join((_start(error.status), error_lines(error), named, _CLOSE, body))
+
+
+def _start(status: int) -> bytes:
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
