@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 
 from gateway.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedEncoding
-from prefix_index.canonical.spans import members
+from prefix_index.canonical.spans import may_hide_names, members
 
 if TYPE_CHECKING:
     from gateway.proxy.limits import Limits
@@ -23,9 +23,7 @@ Surface = Literal["chat", "completions"]
 MAX_DEPTH = 1024
 # Members that decide who is served and how: one value each.
 SINGLE_KEYS = ("model", "stream", "cache_salt", "kv_transfer_params", "warmlane")
-_QUOTED_KEYS = tuple(f'"{key}"'.encode() for key in SINGLE_KEYS)
-# The spellings of "_" and "a" to "z" begin so.
-_LETTER_ESCAPES = (rb"\u005", rb"\u006", rb"\u007")
+_QUOTED = {key: f'"{key}"'.encode() for key in SINGLE_KEYS}
 # How orjson's messages begin (3.13).
 _TOO_DEEP = "depth limit exceeded"
 _TOO_LARGE = "number is infinity"
@@ -94,7 +92,7 @@ def parse_body(body: bytes, surface: Surface) -> dict[str, Any]:
     document = _parse(body)
     if not isinstance(document, dict):
         raise InvalidRequest("The body must be a JSON object.", code="invalid_json")
-    _refuse_duplicates(body)
+    _refuse_duplicates(body, document)
     model = document.get("model")
     if not isinstance(model, str) or not model:
         raise InvalidRequest("'model' is required and must be a string.", param="model")
@@ -144,13 +142,14 @@ def _clip(match: re.Match[bytes]) -> bytes:
     return b"-1.7976931348623157e308" if text.startswith(b"-") else b"1.7976931348623157e308"
 
 
-def _refuse_duplicates(body: bytes) -> None:
+def _refuse_duplicates(body: bytes, document: dict[str, Any]) -> None:
     """Refuse a body in which a member that policy depends on stands twice.
 
     Parsers differ in which of the two counts, so what is checked here might not be what an engine
     obeys. The members are listed only where the bytes leave it possible.
     """
-    if not any(body.count(key) > 1 for key in _QUOTED_KEYS) and not _may_hide_key(body):
+    present = [key for key in SINGLE_KEYS if key in document]
+    if not any(body.count(_QUOTED[key]) > 1 for key in present) and not may_hide_names(body):
         return
     seen = set()
     for member in members(body):
@@ -161,8 +160,3 @@ def _refuse_duplicates(body: bytes) -> None:
                 code="duplicate_key",
             )
         seen.add(member.name)
-
-
-def _may_hide_key(body: bytes) -> bool:
-    """Whether an ASCII letter may be spelled as an escape, which no usual writer of JSON does."""
-    return b"\\u00" in body and any(escape in body for escape in _LETTER_ESCAPES)

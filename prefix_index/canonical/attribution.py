@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from prefix_index.canonical.spans import Edit, elements, find
+from prefix_index.canonical.spans import Edit, elements, locate
 from prefix_index.canonical.system import Path, literal, literal_lines, system_texts
 
 if TYPE_CHECKING:
@@ -69,9 +69,7 @@ def _lift_part(body: Mapping[str, Any], raw: bytes, path: Path) -> Edit | None:
         return None
     if isinstance(content[0], dict) and not content[0].keys() <= _PART_KEYS:
         return None
-    span = find(raw, ("messages", 0, "content"))
-    assert span is not None  # the parsed body has it
-    parts = elements(raw, span.start)
+    parts = elements(raw, locate(raw, ("messages", 0, "content")).start)
     # With the comma and the white space up to the next part.
     return Edit(next(parts).start, next(parts).start, b"")
 

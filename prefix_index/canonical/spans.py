@@ -24,6 +24,9 @@ _SCALAR = re.compile(rb"[^,\]}\s]++")
 _TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 _QUOTE, _COMMA, _BACKSLASH, _OPEN_LIST, _CLOSE_LIST, _OPEN_OBJECT = b'",\\[]{'
 _OPEN = frozenset(b"[{")
+_PLAIN_NAME = re.compile("[a-z_]+")
+# The spellings of "_" and "a" to "z" begin so.
+_LETTER_ESCAPES = (rb"\u005", rb"\u006", rb"\u007")
 
 
 class Member(NamedTuple):
@@ -64,7 +67,7 @@ def members(raw: bytes, at: int = 0) -> list[Member]:
         name = raw[start + 1 : at - 1]
         decoded = orjson.loads(raw[start:at]) if _BACKSLASH in name else name.decode()
         value_start = skip_space(raw, skip_space(raw, at) + 1)
-        at = _value_end(raw, value_start)
+        at = value_end(raw, value_start)
         found.append(Member(decoded, start, value_start, at))
         at = skip_space(raw, at)
         if raw[at] != _COMMA:
@@ -77,7 +80,7 @@ def elements(raw: bytes, at: int) -> Iterator[Span]:
     """Yield the elements of the list that begins at ``at``; stop early to scan no further."""
     at = skip_space(raw, at + 1)
     while raw[at] != _CLOSE_LIST:
-        end = _value_end(raw, at)
+        end = value_end(raw, at)
         yield Span(at, end)
         at = skip_space(raw, end)
         if raw[at] != _COMMA:
@@ -85,21 +88,38 @@ def elements(raw: bytes, at: int) -> Iterator[Span]:
         at = skip_space(raw, at + 1)
 
 
-def find(raw: bytes, path: Sequence[str | int], at: int = 0) -> Span | None:
-    """Return where the value under a path of names and indexes stands; None if there is none.
+def locate(raw: bytes, path: Sequence[str | int]) -> Span:
+    """Return where the value under a path of names and indexes stands.
 
-    Each level is scanned once, and nothing outside the values on the path more than once.
+    A name that is spelled once in all of ``raw`` is found without a scan, so that a body costs no
+    more than the values on the path; else each level is scanned once.
+
+    Args:
+        raw: A JSON object that a parser has accepted.
+        path: Leads to a value that the parsed object has; begins with a name.
+
+    Raises:
+        LookupError: If a step leads nowhere.
     """
-    start = skip_space(raw, at)
-    span = Span(start, start)
-    for step in path:
-        found = _member(raw, span.start, step) if isinstance(step, str) else None
-        if isinstance(step, int) and raw[span.start] == _OPEN_LIST:
-            found = next((e for i, e in enumerate(elements(raw, span.start)) if i == step), None)
-        if found is None:
-            return None
-        span = found
-    return span if path else Span(start, _value_end(raw, start))
+    start = _start_of_only(raw, str(path[0]))
+    if start is None:
+        span = _step(raw, 0, path[0])
+    else:
+        span = Span(start, start if len(path) > 1 else value_end(raw, start))
+    for step in path[1:]:
+        span = _step(raw, span.start, step)
+    return span
+
+
+def value_start(raw: bytes, name: str) -> int:
+    """Return where the value of a top-level member that the parsed object has begins."""
+    start = _start_of_only(raw, name)
+    return _step(raw, 0, name).start if start is None else start
+
+
+def may_hide_names(raw: bytes) -> bool:
+    """Say whether a small letter may be spelled as an escape, which no usual writer does."""
+    return rb"\u00" in raw and any(escape in raw for escape in _LETTER_ESCAPES)
 
 
 def replace(raw: bytes, edits: Sequence[Edit]) -> bytes:
@@ -123,17 +143,33 @@ def skip_space(raw: bytes, at: int) -> int:
     return _SPACE.match(raw, at).end()  # type: ignore[union-attr]
 
 
-def _member(raw: bytes, at: int, name: str) -> Span | None:
-    if raw[at] != _OPEN_OBJECT:
+def _start_of_only(raw: bytes, name: str) -> int | None:
+    """Return where the value begins, if the name stands nowhere else, neither plain nor escaped."""
+    if _PLAIN_NAME.fullmatch(name) is None:
         return None
-    found = None
-    for member in members(raw, at):
-        if member.name == name:
-            found = Span(member.value_start, member.end)
-    return found
+    key = b'"' + name.encode() + b'"'
+    at = raw.find(key)
+    if at < 0 or raw.find(key, at + len(key)) >= 0 or may_hide_names(raw):
+        return None
+    return skip_space(raw, skip_space(raw, at + len(key)) + 1)
 
 
-def _value_end(raw: bytes, at: int) -> int:
+def _step(raw: bytes, at: int, step: str | int) -> Span:
+    """Follow one step from the value that begins at ``at``."""
+    at = skip_space(raw, at)
+    if isinstance(step, str) and raw[at] == _OPEN_OBJECT:
+        # The last one counts.
+        for member in reversed(members(raw, at)):
+            if member.name == step:
+                return Span(member.value_start, member.end)
+    elif isinstance(step, int) and raw[at] == _OPEN_LIST:
+        for i, element in enumerate(elements(raw, at)):
+            if i == step:
+                return element
+    raise LookupError(f"{step!r}: no such value")
+
+
+def value_end(raw: bytes, at: int) -> int:
     """Return the offset after the value that begins at ``at``."""
     if raw[at] == _QUOTE:
         return _STRING.match(raw, at).end()  # type: ignore[union-attr]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from prefix_index.canonical.spans import Span, find
+from prefix_index.canonical.spans import Span, locate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -65,8 +65,7 @@ def literal(raw: bytes, path: Path) -> Span:
         raw: JSON that a parser has accepted.
         path: Leads to a string.
     """
-    span = find(raw, path)
-    assert span is not None  # the parsed body has it
+    span = locate(raw, path)
     return Span(span.start + 1, span.end - 1)
 
 

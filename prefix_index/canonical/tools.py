@@ -14,7 +14,7 @@ from hashlib import blake2b
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from prefix_index.canonical.spans import Edit, find
+from prefix_index.canonical.spans import Edit, value_end, value_start
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,9 +36,15 @@ _SCHEMA_MAP = frozenset(
 _SCHEMA_LIST = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
 # Where a tool holds its schema: OpenAI's and Anthropic's names.
 _PARAMETERS = frozenset(("parameters", "input_schema"))
-# 16-byte digests: tens of bytes per entry, and identities of 50 tools take a millisecond.
-_MAX_MEMO = 4096
+# Deeper than any schema, and well within the interpreter's stack.
 _MAX_DEPTH = 200
+# Lists that begin alike are told apart by comparing them whole; shorter ones are not worth it.
+_HEAD_BYTES = 256
+# The orders that one client's reconnecting tool servers give, and the sets of its agents.
+_MAX_SAME_HEAD = 8
+# With the next: at most 64 MiB, in practice a few.
+_MAX_SEEN_BYTES = 64 << 10
+_MAX_HEADS = 128
 
 
 class ToolSet(NamedTuple):
@@ -71,9 +77,6 @@ class _NotPlainError(ValueError):
     """Tools that parsers could read in different ways are left alone."""
 
 
-_memo: OrderedDict[bytes, ToolSet | None] = OrderedDict()
-
-
 def stable_tools(
     body: Mapping[str, Any], raw: bytes, tenant: str, memory: FirstSeen
 ) -> StableTools:
@@ -85,40 +88,26 @@ def stable_tools(
     tools = body.get("tools")
     if not isinstance(tools, list) or not tools:
         return StableTools()
-    span = find(raw, ("tools",))
-    assert span is not None  # the parsed body has them
-    sent = raw[span.start : span.end]
-    tool_set = identify(sent)
+    start = value_start(raw, "tools")
+    sent, tool_set = _seen.at(raw, start)
     if tool_set is None:
         return StableTools()
     form = memory.keep(tenant, tool_set.id, sent)
     if form == sent:
         return StableTools(tool_set.id)
-    kept = identify(form)
+    kept = _seen.at(form, 0)[1]
     is_reordered = kept is not None and kept.order != tool_set.order
     changed = "order" if is_reordered else "serialisation"
-    return StableTools(tool_set.id, changed, Edit(span.start, span.end, form))
+    return StableTools(tool_set.id, changed, Edit(start, start + len(sent), form))
 
 
 def identify(tools: bytes) -> ToolSet | None:
-    """Return the identity of a JSON list of tools; known bytes cost one hash.
+    """Return the identity of a JSON list of tools. Costs about a millisecond for 50 tools.
 
     Returns:
-        None for tools that cannot be told apart safely: duplicate keys, objects missing, nesting
-        deeper than any schema.
+        None for tools that cannot be told apart safely: duplicate keys, objects missing, numbers
+        beyond a double, nesting deeper than any schema.
     """
-    digest = blake2b(tools, digest_size=16).digest()
-    if digest in _memo:
-        _memo.move_to_end(digest)
-        return _memo[digest]
-    found = _identify(tools)
-    _memo[digest] = found
-    if len(_memo) > _MAX_MEMO:
-        _memo.popitem(last=False)
-    return found
-
-
-def _identify(tools: bytes) -> ToolSet | None:
     try:
         # Not orjson: integers beyond 64 bits must stay apart, and duplicate keys must show.
         parsed = json.loads(tools, object_pairs_hook=_without_duplicates, parse_float=_finite_float)
@@ -126,6 +115,37 @@ def _identify(tools: bytes) -> ToolSet | None:
     except (ValueError, RecursionError):
         return None
     return ToolSet(_digest(sorted(each.hex() for each in order)), order)
+
+
+class SeenTools:
+    """Lists of tools seen lately: where one ends in a body, and which set it is, without a scan.
+
+    A JSON list ends itself, so a body that goes on with the bytes of a known list has that list.
+    """
+
+    def __init__(self) -> None:
+        self._by_head: OrderedDict[bytes, list[tuple[bytes, ToolSet | None]]] = OrderedDict()
+
+    def at(self, raw: bytes, start: int) -> tuple[bytes, ToolSet | None]:
+        """Return the bytes of the list that begins at ``start``, and its identity."""
+        head = raw[start : start + _HEAD_BYTES]
+        known = self._by_head.get(head)
+        if known is not None:
+            self._by_head.move_to_end(head)
+            for entry in known:
+                if raw.startswith(entry[0], start):
+                    return entry
+        tools = raw[start : value_end(raw, start)]
+        entry = tools, identify(tools)
+        if _HEAD_BYTES <= len(tools) <= _MAX_SEEN_BYTES:
+            self._by_head[head] = [entry, *(known or ())][:_MAX_SAME_HEAD]
+            if len(self._by_head) > _MAX_HEADS:
+                self._by_head.popitem(last=False)
+        return entry
+
+
+# A memory of pure results, so one serves everybody.
+_seen = SeenTools()
 
 
 def _digest(value: Any) -> bytes:

@@ -1,0 +1,270 @@
+"""Canonicalisation on the way to a worker: which form of a request is planned and forwarded.
+
+What is planned is what is forwarded: ``Rewriter.plan`` stands in for ``Dispatcher.plan`` and hands
+out the plan together with the bytes it was made from. In ``observe`` mode the bytes are always
+those that came in; what the rules would save is looked at beside the requests, a sample of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from gateway.routing.dispatch import MAX_INLINE_CHARS
+from prefix_index.canonical import (
+    RULES,
+    AppliedRule,
+    Canonical,
+    FirstSeen,
+    Peek,
+    better_form,
+    canonicalise,
+    keeps_system_first,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from gateway.routing.dispatch import Dispatcher, Inbound, Plan
+    from gateway.routing.pool import Pool
+    from prefix_index.blocks import BlockHash
+    from prefix_index.prompts import PromptReader
+
+Mode = Literal["off", "observe", "rewrite"]
+
+# Blocks of rewritten prompts that were never forwarded: 1M tokens at 16 a block, about 8 MB.
+_MAX_IMAGINED_BLOCKS = 65_536
+# In observe mode at most 20 requests a second are looked at: a few percent of a core at the worst.
+_OBSERVE_EVERY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """A request in the form in which it is forwarded.
+
+    Attributes:
+        plan: Its plan; ``plan.inbound.body`` is what a parser reads from ``raw``.
+        raw: Its bytes, before the gateway's own splices (alias, hints).
+        rules: Names of the rules that changed it, for ``x-warmlane-canonicalized``.
+        report: One entry per rule, for explain's ``canonicalization``; empty on the live path.
+    """
+
+    plan: Plan
+    raw: bytes
+    rules: tuple[str, ...] = ()
+    report: tuple[dict[str, Any], ...] = ()
+
+
+class Rewriter:
+    """Applies a pool's ``canonicalize`` configuration; one per pool, one event loop only.
+
+    Args:
+        mode: ``off``, ``observe`` (rules are only reported) or ``rewrite``.
+        rules: Rules to apply. None of them in ``observe`` mode stands for all: reporting is free
+            of risk.
+        memory: First-seen forms of tool sets; may be shared between pools.
+        clock: Monotonic seconds.
+
+    Attributes:
+        num_changed: Requests that each rule changed, or would have changed.
+        tokens_saved: Tokens that each rule saved, or would have, as far as both forms were looked
+            at.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        rules: Collection[str],
+        memory: FirstSeen,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        if not rules and mode == "observe":
+            rules = RULES
+        self.mode = mode
+        self.rules = tuple(rule for rule in RULES if rule in rules and mode != "off")
+        self.num_changed: Counter[str] = Counter()
+        self.tokens_saved: Counter[str] = Counter()
+        self._memory = memory
+        self._clock = clock
+        self._placement: tuple[PromptReader, bool] | None = None
+        self._imagined = _Imagined()
+        self._observation: asyncio.Task[Rewrite] | None = None
+        self._observe_at_s = 0.0
+
+    async def plan(
+        self, dispatcher: Dispatcher, pool: Pool, inbound: Inbound, raw: bytes
+    ) -> Rewrite:
+        """Plan a request that will be sent, in the form in which to send it.
+
+        Args:
+            dispatcher: Reads prompts.
+            pool: Where the request may go.
+            inbound: The request as it came.
+            raw: The bytes of its body.
+        """
+        if not self.rules or inbound.surface != "chat":
+            return Rewrite(await dispatcher.plan(pool, inbound), raw)
+        if self.mode == "observe":
+            plan = await dispatcher.plan(pool, inbound)
+            self._observe(dispatcher, plan, raw)
+            return Rewrite(plan, raw)
+        form = self._canonical(pool, inbound, raw, self.rules, self._memory)
+        if not form.is_changed:
+            return Rewrite(await dispatcher.plan(pool, inbound), raw)
+        plan = await dispatcher.plan(pool, _with_body(inbound, form.body))
+        held = _held_tokens(pool, plan)
+        if not _may_hold_more(pool, inbound, plan, held):
+            names = tuple(rule.rule for rule in form.applied if rule.applied)
+            self.num_changed.update(names)
+            return Rewrite(plan, form.raw, names)
+        return await self._step_by_step(dispatcher, pool, inbound, raw, self._memory)
+
+    async def explain(
+        self, dispatcher: Dispatcher, pool: Pool, inbound: Inbound, raw: bytes
+    ) -> Rewrite:
+        """Plan a request that is not sent, and report every rule; keeps no first-seen form.
+
+        ``tokens_saved`` is how many more tokens a worker holds with the rule than without. In
+        ``observe`` mode, where no rewritten form was ever sent, those looked at before count as
+        held.
+        """
+        if not self.rules or inbound.surface != "chat":
+            return Rewrite(await dispatcher.plan(pool, inbound), raw)
+        return await self._step_by_step(dispatcher, pool, inbound, raw, Peek(self._memory))
+
+    async def settle(self) -> None:
+        """Wait until no request is being looked at beside its way."""
+        if self._observation is not None:
+            await self._observation
+
+    def _observe(self, dispatcher: Dispatcher, plan: Plan, raw: bytes) -> None:
+        """Look at what the rules would do to a request, unless another one is being looked at."""
+        is_busy = self._observation is not None and not self._observation.done()
+        if is_busy or plan.prompt is None or self._clock() < self._observe_at_s:
+            return
+        self._observe_at_s = self._clock() + _OBSERVE_EVERY_S
+        step_by_step = self._step_by_step(dispatcher, plan.pool, plan.inbound, raw, self._memory)
+        self._observation = asyncio.ensure_future(step_by_step)
+
+    async def _step_by_step(
+        self, dispatcher: Dispatcher, pool: Pool, inbound: Inbound, raw: bytes, memory: FirstSeen
+    ) -> Rewrite:
+        """Apply one rule after the other, each only if it does not lower what is held."""
+        sent = await dispatcher.plan(pool, inbound)
+        best, held = Rewrite(sent, raw), self._held(pool, sent)
+        report = []
+        for name in self.rules:
+            form = self._canonical(pool, best.plan.inbound, best.raw, (name,), memory)
+            is_applied, saved = False, 0
+            if form.is_changed:
+                plan = await dispatcher.plan(pool, _with_body(inbound, form.body))
+                held_now = self._held(pool, plan)
+                saved = (held_now or 0) - (held or 0)
+                if better_form(held, held_now) == "rewritten":
+                    best, held = Rewrite(plan, form.raw, (*best.rules, name)), held_now
+                    is_applied = self.mode == "rewrite"
+            report.append(_report(form.applied[0], is_applied=is_applied, saved=saved))
+        if not isinstance(memory, Peek):
+            self._account(best, report)
+        if self.mode == "rewrite":
+            return replace(best, report=tuple(report))
+        return Rewrite(sent, raw, report=tuple(report))
+
+    def _account(self, best: Rewrite, report: Sequence[Mapping[str, Any]]) -> None:
+        """Write down what the rules did to a request that is sent."""
+        self.num_changed.update(best.rules)
+        for entry in report:
+            if entry["rule"] in best.rules:
+                self.tokens_saved[entry["rule"]] += entry["tokens_saved"]
+        if self.mode == "observe":
+            self._imagined.add(best.plan.hashes or ())
+
+    def _canonical(
+        self, pool: Pool, inbound: Inbound, raw: bytes, rules: Collection[str], memory: FirstSeen
+    ) -> Canonical:
+        return canonicalise(
+            inbound.body,
+            raw,
+            rules=rules,
+            tenant=inbound.tenant,
+            memory=memory,
+            keeps_system_first=lambda: self._keeps_system_first(pool.reader),
+        )
+
+    def _keeps_system_first(self, reader: PromptReader | None) -> bool:
+        """Ask the pool's template once per reader; without a template the answer is no."""
+        if reader is None:
+            return False
+        if self._placement is None or self._placement[0] is not reader:
+            answer = keeps_system_first(lambda messages: reader.render({"messages": messages}))
+            self._placement = (reader, answer)
+        return self._placement[1]
+
+    def _held(self, pool: Pool, plan: Plan) -> int | None:
+        """Return what is held of a form; rewritten forms were never sent in observe mode."""
+        held = _held_tokens(pool, plan)
+        if held is None or plan.hashes is None or self.mode == "rewrite":
+            return held
+        return max(held, self._imagined.num_blocks(plan.hashes) * pool.block_size)
+
+
+class _Imagined:
+    """Blocks that workers would hold if rewritten forms had been sent; bounded, oldest first."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[BlockHash, None] = OrderedDict()
+
+    def num_blocks(self, hashes: Sequence[BlockHash]) -> int:
+        """Return how many leading blocks are among them."""
+        for i, block in enumerate(hashes):
+            if block not in self._blocks:
+                return i
+        return len(hashes)
+
+    def add(self, hashes: Sequence[BlockHash]) -> None:
+        """Add a prompt's blocks, the last ones as the oldest: they are the first to go."""
+        for block in reversed(hashes):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) > _MAX_IMAGINED_BLOCKS:
+            self._blocks.popitem(last=False)
+
+
+def _held_tokens(pool: Pool, plan: Plan) -> int | None:
+    """Return the most prompt tokens that any worker holds; None where that cannot be told."""
+    if pool.index is None or plan.hashes is None:
+        return None
+    return max((hit.total for hit in pool.index.match(plan.hashes).values()), default=0)
+
+
+def _may_hold_more(pool: Pool, inbound: Inbound, plan: Plan, held: int | None) -> bool:
+    """Say whether the form as sent may be held further than the rewritten one.
+
+    Tokenizing it costs milliseconds if its text is new, and text that is new to this gateway is
+    hardly held by a worker: then it is compared only while less than half of the rewritten prompt
+    is held, as in the first minutes of a rule.
+    """
+    if held is None or pool.reader is None:
+        return False
+    if 2 * held < plan.num_tokens:
+        return True
+    salt = inbound.body.get("cache_salt")
+    try:
+        draft = pool.reader.chat(inbound.body, salt=salt if isinstance(salt, str) else "")
+    except Exception:  # templates raise what they like
+        return False
+    return draft.unknown_chars <= MAX_INLINE_CHARS
+
+
+def _with_body(inbound: Inbound, body: Mapping[str, Any]) -> Inbound:
+    return replace(inbound, body=dict(body))
+
+
+def _report(rule: AppliedRule, *, is_applied: bool, saved: int) -> dict[str, Any]:
+    """Describe what a rule did, or would do, as plain JSON values."""
+    entry: dict[str, Any] = {"rule": rule.rule, "applied": is_applied, "tokens_saved": saved}
+    details = {"changed": rule.changed, "refused": rule.refused, "tool_set": rule.tool_set}
+    return entry | {name: value for name, value in details.items() if value}
