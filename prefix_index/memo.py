@@ -20,8 +20,15 @@ if TYPE_CHECKING:
 
     from prefix_index.blocks import BlockHash
 
-# An entry costs about 600 bytes beside its tokens, as much as this many tokens with their hashes.
-_MIN_WEIGHT_TOKENS = 64
+# The default bound: 20 million tokens, every prompt that 60 GPUs' worth of KV can hold.
+MAX_MEMO_BYTES = 256 * 2**20
+# What an entry takes beside its arrays, measured (CPython 3.11): its key, its place in an ordered
+# map, the objects' own headers.
+_TEXT_ENTRY_BYTES = 320
+_CHAIN_ENTRY_BYTES = 560
+# A token id, and a block hash as an object in a list.
+_TOKEN_BYTES = 4
+_HASH_BYTES = 64
 
 Key = bytes
 
@@ -77,26 +84,38 @@ _Entry = TypeVar("_Entry")
 
 
 class _Lru(Generic[_Entry]):
-    """Entries bounded by their tokens. Not thread safe by itself."""
+    """Entries bounded by their bytes. Not thread safe by itself.
 
-    __slots__ = ("_max_weight", "_num_tokens", "entries", "weight")
+    Attributes:
+        entries: Least recently used first.
+        num_bytes: What they take.
+        has_forgotten: Whether an entry was ever dropped, or refused because it is too large.
+    """
 
-    def __init__(self, max_weight: int, num_tokens: Callable[[_Entry], int]) -> None:
+    __slots__ = ("_max_bytes", "_size", "entries", "has_forgotten", "num_bytes")
+
+    def __init__(self, max_bytes: int, size: Callable[[_Entry], int]) -> None:
         self.entries: OrderedDict[Key, _Entry] = OrderedDict()
-        self.weight = 0
-        self._max_weight = max_weight
-        self._num_tokens = num_tokens
+        self.num_bytes = 0
+        self.has_forgotten = False
+        self._max_bytes = max_bytes
+        self._size = size
 
     def put(self, key: Key, entry: _Entry) -> None:
         """Add an entry, or refresh one that is there already (equal keys mean equal entries)."""
         if key in self.entries:
             self.entries.move_to_end(key)
             return
+        size = self._size(entry)
+        if size > self._max_bytes:  # it would push out everything, and then itself
+            self.has_forgotten = True
+            return
         self.entries[key] = entry
-        self.weight += self._weigh(entry)
-        while self.weight > self._max_weight:
+        self.num_bytes += size
+        while self.num_bytes > self._max_bytes:
             _, oldest = self.entries.popitem(last=False)
-            self.weight -= self._weigh(oldest)
+            self.num_bytes -= self._size(oldest)
+            self.has_forgotten = True
 
     def get(self, key: Key) -> _Entry | None:
         """Return an entry and refresh it."""
@@ -105,22 +124,27 @@ class _Lru(Generic[_Entry]):
             self.entries.move_to_end(key)
         return entry
 
-    def _weigh(self, entry: _Entry) -> int:
-        return max(self._num_tokens(entry), _MIN_WEIGHT_TOKENS)
-
 
 class SegmentMemo:
-    """The two maps, each bounded to half of ``max_tokens``, least recently used entries leave."""
+    """The two maps, each bounded to half of ``max_bytes``, least recently used entries leave.
 
-    def __init__(self, max_tokens: int) -> None:
+    Tokens that both maps share count in both, since either may be the last to hold them.
+    """
+
+    def __init__(self, max_bytes: int = MAX_MEMO_BYTES) -> None:
         self._lock = threading.Lock()
-        self._chains: _Lru[Segment] = _Lru(max_tokens // 2, lambda segment: len(segment.ids))
-        self._texts: _Lru[array[int]] = _Lru(max_tokens // 2, len)
+        self._chains: _Lru[Segment] = _Lru(max_bytes // 2, _chain_bytes)
+        self._texts: _Lru[array[int]] = _Lru(max_bytes // 2, _text_bytes)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens held in both maps, small entries counted as ``_MIN_WEIGHT_TOKENS``."""
-        return self._chains.weight + self._texts.weight
+    def num_bytes(self) -> int:
+        """Bytes held in both maps."""
+        return self._chains.num_bytes + self._texts.num_bytes
+
+    @property
+    def has_forgotten(self) -> bool:
+        """Whether text that was once known may be unknown now."""
+        return self._chains.has_forgotten
 
     def known_chain(self, keys: Sequence[Key]) -> list[Segment]:
         """Return the known segments that lead a prompt, given its chained keys in order."""
@@ -151,3 +175,12 @@ class SegmentMemo:
             for at in range(len(segments) - 1, -1, -1):
                 self._chains.put(chain_keys[at], segments[at])
                 self._texts.put(text_keys[at], segments[at].ids)
+
+
+def _chain_bytes(segment: Segment) -> int:
+    hashes = len(segment.block_hashes) * _HASH_BYTES
+    return _CHAIN_ENTRY_BYTES + hashes + (len(segment.ids) + len(segment.tail)) * _TOKEN_BYTES
+
+
+def _text_bytes(ids: array[int]) -> int:
+    return _TEXT_ENTRY_BYTES + len(ids) * _TOKEN_BYTES
