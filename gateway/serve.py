@@ -65,7 +65,14 @@ class Gateway:
         try:
             await self.fleet.start()
             self.app[LIFECYCLE].not_ready = ""
-            await serve(self.app, server.host, server.port, drain_s=server.drain_s, ready=_ready)
+            await serve(
+                self.app,
+                server.host,
+                server.port,
+                drain_s=server.drain_s,
+                ready=_ready,
+                front=server.front,
+            )
         finally:
             await self.fleet.stop()
             if self.request_log is not None:
