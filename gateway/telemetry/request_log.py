@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -33,13 +33,10 @@ class RequestLog:
 
     def add(self, record: RequestRecord) -> None:
         """Note a finished request; its line is written within ``FLUSH_S``."""
-        fields: dict[str, Any] = {"event": "request_finished", "level": "info"}
-        for name in record.__slots__:
-            value = getattr(record, name)
-            if value is not None and value != "":
-                fields[name] = round(value, 6) if type(value) is float else value
-        fields["timestamp"] = datetime.now(UTC)
-        self._lines.append(orjson.dumps(fields, option=orjson.OPT_UTC_Z))
+        # The record is serialised as it is, null where nothing is known: picking fields in Python
+        # cost more than everything else here together.
+        head = b'{"event":"request_finished","level":"info","timestamp":"%s",' % _now()
+        self._lines.append(head + orjson.dumps(record)[1:])
         if len(self._lines) >= MAX_WAITING_LINES:
             self.flush()
         elif self._timer is None:
@@ -55,3 +52,7 @@ class RequestLog:
             self._stream.write(b"\n".join(self._lines))
             self._stream.flush()
             self._lines = []
+
+
+def _now() -> bytes:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").encode()
