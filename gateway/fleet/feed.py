@@ -62,8 +62,14 @@ class Feed:
 
     async def run(self) -> None:
         """Follow until cancelled."""
-        self._pool.set_mode(self._worker, "exact")
+        if self._worker.mode != "text":
+            self._pool.set_mode(self._worker, "exact")
         await self.subscriber.run()
+
+    def resume(self) -> None:
+        """Believe the events of a worker whose tokens are ours again, from the first one on."""
+        self._pool.set_mode(self._worker, "exact")
+        self.subscriber.restart()
 
     def new_epoch(self) -> None:
         """The worker's process is a new one: forget the old cache, ask for the new one's events."""
@@ -92,6 +98,8 @@ class Feed:
     def _apply(self, _sequence: int, batch: EventBatch) -> None:
         self._new_prompt_s = None
         self._worker.last_event_s = self._clock()
+        if self._worker.mode == "text":
+            return  # its tokens are not ours, so its blocks mean nothing here
         if self._worker.mode != "exact":
             # What was modelled is dropped; the whole truth comes again from the first batch on.
             self._pool.set_mode(self._worker, "exact")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from gateway.fleet.feed import Feed
+from gateway.fleet.parity import ParityCheck
 from gateway.fleet.prompts import PoolPrompts
 from gateway.fleet.watch import Watch
 from gateway.routing.pool import Pool, Worker
@@ -20,11 +21,13 @@ from gateway.upstream.client import Upstream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+    from typing import Any
 
     import zmq.asyncio
 
     from gateway.config import PoolConfig, Settings, WorkerConfig
     from gateway.fleet.scrape import Scrape
+    from gateway.routing.dispatch import Plan, Ticket
     from gateway.telemetry.record import RequestRecord
 
 SILENCE_CHECK_S = 1.0
@@ -45,6 +48,7 @@ class Fleet:
         pools: In the configuration's order.
         feeds: Worker id -> its event feed, for workers that have one.
         watches: Worker id -> its watch.
+        parities: Worker id -> the standing check of its tokens.
 
     Raises:
         ConfigError: If a configured tokenizer or template cannot be used.
@@ -54,10 +58,12 @@ class Fleet:
         self.pools: list[Pool] = []
         self.feeds: dict[str, Feed] = {}
         self.watches: dict[str, Watch] = {}
+        self.parities: dict[str, ParityCheck] = {}
         self._clock = clock
+        self._log_prompts = settings.telemetry.log_prompts
         self._prompts: dict[str, PoolPrompts] = {}
         self._configs: dict[str, WorkerConfig] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._context: zmq.asyncio.Context | None = None
         for config in settings.pools:
             self._add_pool(config, settings)
@@ -95,6 +101,17 @@ class Fleet:
         if record.prompt_tokens - (record.observed_hit_tokens or 0) > pool.block_size:
             feed.saw_new_prompt()
 
+    def finished(self, plan: Plan, ticket: Ticket) -> None:
+        """Take note of an attempt that is over; the dispatcher's ``on_finish``."""
+        parity = self.parities.get(ticket.worker.id)
+        if parity is not None:
+            parity.finished(plan, ticket)
+
+    def parity_of(self, worker: Worker) -> int:
+        """Return 1 if a worker's tokens equal ours, 0 if they diverged, -1 if nobody knows."""
+        parity = self.parities.get(worker.id)
+        return worker.parity if parity is None else parity.value
+
     def _add_pool(self, config: PoolConfig, settings: Settings) -> None:
         limits = settings.server.limits
         pool = Pool(
@@ -124,8 +141,23 @@ class Fleet:
         upstream = worker.upstream
         assert upstream is not None, "a worker of the fleet has its connections"
 
+        def resume() -> None:
+            feed = self.feeds.get(worker.id)
+            if feed is not None:
+                feed.resume()
+
+        parity = self.parities[worker.id] = ParityCheck(
+            pool,
+            worker,
+            upstream,
+            resume=resume,
+            log_prompts=self._log_prompts,
+            clock=self._clock,
+        )
+
         def new_epoch() -> None:
             log.info("worker_restarted", worker=worker.id)
+            parity.restarted()
             feed = self.feeds.get(worker.id)
             if feed is not None:
                 feed.new_epoch()
@@ -137,6 +169,8 @@ class Fleet:
             if prompts.is_wanted:
                 await prompts.learn(upstream, scrape.block_size)
                 self._start_feeds(pool)
+            if parity.is_due:
+                self._spawn(parity.check())
 
         watch = Watch(worker, upstream, on_epoch=new_epoch, on_alive=alive, clock=self._clock)
         self.watches[worker.id] = watch
@@ -171,12 +205,12 @@ class Fleet:
             for feed in self.feeds.values():
                 feed.check_silence()
 
-    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, object]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             # A worker nobody watches would be routed to for ever: say it loudly.

@@ -126,7 +126,7 @@ class FleetCollector(Collector):
         )
         parity = GaugeMetricFamily(
             "warmlane_worker_parity",
-            "1 if its prompt token counts equal ours, 0 if not, -1 unknown",
+            "1 if its prompt tokens equal ours, 0 if they diverged, -1 unknown",
             labels=WORKER,
         )
         flight = GaugeMetricFamily(
@@ -157,7 +157,7 @@ class FleetCollector(Collector):
                 at = (pool.name, worker.id)
                 ready.add_metric(at, worker.health.ready)
                 exact.add_metric(at, worker.mode == "exact")
-                parity.add_metric(at, worker.parity)
+                parity.add_metric(at, self._fleet.parity_of(worker))
                 flight.add_metric(at, worker.books.in_flight)
                 queued.add_metric(at, worker.books.queued_tokens)
                 if pool.index is not None:
