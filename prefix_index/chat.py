@@ -1,8 +1,8 @@
-"""Chat request -> prompt text, by the model's own chat template.
+"""Messages -> prompt text, by the model's own chat template.
 
 The settings are those of transformers, which engines use: a template must print here, byte for
 byte, what it prints there, or no predicted prefix is worth anything. Templates are code from model
-hubs, so they run in jinja2's immutable sandbox; what they throw becomes ``TemplateRefusedError``.
+hubs: they run guarded, and whatever goes wrong in them becomes ``TemplateRefusedError``.
 
 Source: transformers 5.24 ``utils/chat_template_utils.py``.
 """
@@ -19,8 +19,8 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 
-from prefix_index.messages import content_format, conversation
-from prefix_index.sandbox import Renderer, Sandbox
+from prefix_index.content_format import sglang_content_format, vllm_content_format
+from prefix_index.template_guard import GuardedEnvironment, GuardedTemplate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +45,13 @@ class ChatTemplate:
         timezone: Zone of the engine's clock, for templates that print the date.
         clock: Unix time in seconds.
 
+    Attributes:
+        source: Template text.
+        timezone: Zone of the engine's clock.
+        prints_date: Whether what it prints depends on the day.
+        content_format: How vLLM hands it a message's content.
+        sglang_content_format: How SGLang does.
+
     Raises:
         TemplateRefusedError: If the template does not compile.
     """
@@ -58,17 +65,22 @@ class ChatTemplate:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.source = source
+        self.timezone = timezone
+        self.prints_date = "strftime_now" in source
         zone = ZoneInfo(timezone)
         environment = _environment(lambda: datetime.fromtimestamp(clock(), zone))
         try:
-            self.content_format = content_format(environment.parse(source))
-            self._print = Renderer(environment.from_string(source), special_tokens)
+            tree = environment.parse(source)
+            self.content_format = vllm_content_format(tree)
+            self.sglang_content_format = sglang_content_format(source, tree)
+            self._template = GuardedTemplate(environment, tree)
         except Exception as error:
             raise TemplateRefusedError(f"chat template does not compile: {error}") from error
+        self._special_tokens = dict(special_tokens)
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[dict[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -79,33 +91,36 @@ class ChatTemplate:
         """Return the prompt text of a conversation.
 
         Args:
-            messages: As the client sent them; not changed.
-            tools: As the client sent them.
+            messages: As the engine hands them to the template; not changed.
+            tools: As the engine hands them to the template.
             add_generation_prompt: End with the start of the assistant's turn.
             continue_final_message: End inside the last message, without its end mark.
             documents: For templates with retrieval; passed through.
             kwargs: Further variables (``chat_template_kwargs``); they win over the others.
 
         Raises:
-            TemplateRefusedError: If a part is not text, the template raises, or the flags exclude
-                each other.
+            TemplateRefusedError: If the template raises, takes too long, prints too much or text
+                that is not valid Unicode, or if the flags exclude each other.
         """
         try:
-            chat = conversation(messages, self.content_format)
             if continue_final_message:
-                _tag_final_message(chat, add_generation_prompt)
+                messages, final_text = _tag_final_message(messages, add_generation_prompt)
             variables = {
-                "messages": chat,
+                **self._special_tokens,
+                "messages": messages,
                 "tools": tools or None,
                 "documents": documents,
                 "add_generation_prompt": add_generation_prompt,
                 **(kwargs or {}),
             }
-            text = self._print(variables)
-            return _cut_at_tag(text) if continue_final_message else text
+            text = self._template.render(variables)
+            if continue_final_message:
+                text = _cut_at_tag(text, final_text)
+            text.encode()  # a lone half of a surrogate pair has no bytes, and no tokens
         except Exception as error:
             # A template can raise whatever its expressions raise, RecursionError included.
             raise TemplateRefusedError(f"{type(error).__name__}: {error}") from error
+        return text
 
 
 class _Generation(Extension):
@@ -124,8 +139,8 @@ class _Generation(Extension):
         return str(caller())
 
 
-def _environment(now: Callable[[], datetime]) -> Sandbox:
-    environment = Sandbox(
+def _environment(now: Callable[[], datetime]) -> GuardedEnvironment:
+    environment = GuardedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
@@ -155,22 +170,30 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _tag_final_message(chat: list[dict[str, Any]], add_generation_prompt: bool) -> None:
+def _tag_final_message(
+    messages: Sequence[dict[str, Any]], add_generation_prompt: bool
+) -> tuple[list[dict[str, Any]], str]:
+    """Return new messages with the tag behind the last text, and that text."""
     if add_generation_prompt:
         raise ValueError("continue_final_message excludes add_generation_prompt")
-    if not chat:
+    if not messages:
         raise ValueError("there is no final message to continue")
-    content = chat[-1]["content"]
+    *before, final = messages
+    content = final["content"]
     if isinstance(content, str):
-        chat[-1]["content"] = content + _CONTINUE_TAG
-        return
-    if not content:
-        raise ValueError("the final message has no text to continue")
-    content[-1]["text"] += _CONTINUE_TAG
+        return [*before, {**final, "content": content + _CONTINUE_TAG}], content
+    for p, part in reversed(list(enumerate(content or ()))):
+        if "text" in part:
+            tagged = {**part, "text": part["text"] + _CONTINUE_TAG}
+            parts = [*content[:p], tagged, *content[p + 1 :]]
+            return [*before, {**final, "content": parts}], part["text"]
+    raise ValueError("the final message has no text to continue")
 
 
-def _cut_at_tag(text: str) -> str:
+def _cut_at_tag(text: str, final_text: str) -> str:
     at = text.rindex(_CONTINUE_TAG.strip())
+    if final_text.strip() not in text:
+        raise ValueError("the template does not print the final message")
     if text.startswith(_CONTINUE_TAG, at):
         return text[:at]
     # The template trimmed the message, so the blanks before the tag would not be there either.

@@ -1,27 +1,21 @@
-"""Chat messages as a template gets to see them: what vLLM does to them before it renders.
+"""Chat messages as a template gets to see them, for engines that change little about them.
 
-Text parts are joined by newlines unless the template loops over a message's content itself; tool
-call arguments are parsed, since templates print them as objects; keys that vLLM does not know are
-left out. A part that is not text makes the message refused: only the engine knows its tokens.
-
-Source: vLLM 0.32 ``entrypoints/chat_utils.py`` (``parse_chat_messages``) and
-``renderers/hf.py`` (content format detection).
+Text parts are joined by newlines unless the template loops over a message's content itself. A part
+that is not text makes the message refused: only the engine knows its tokens.
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
-
-from jinja2 import nodes
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
-ContentFormat: TypeAlias = Literal["string", "openai"]
+    from prefix_index.content_format import ContentFormat
 
 # Part type -> the key its text stands under.
-_TEXT_KEYS = {
+TEXT_KEYS = {
     "text": "text",
     "input_text": "text",
     "output_text": "text",
@@ -31,51 +25,57 @@ _TEXT_KEYS = {
 
 
 class NotTextError(ValueError):
-    """A message whose prompt text cannot be known here."""
+    """A body whose prompt text cannot be known here."""
 
 
-def conversation(
-    messages: Sequence[Mapping[str, Any]], content_format: ContentFormat
-) -> list[dict[str, Any]]:
-    """Return new messages in the form that templates are written for; the input is not changed.
+def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a body, checked to be objects with a role; not copied.
 
     Raises:
-        NotTextError: If a part is not text, or a message is not shaped as a message.
+        NotTextError: If they are not.
     """
-    if not isinstance(messages, list | tuple):
+    messages = body.get("messages")
+    if not isinstance(messages, list):
         raise NotTextError("messages must be a list")
-    return [_message(message, content_format) for message in messages]
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise NotTextError("a message must be an object with a role")
+    return messages
 
 
-def content_format(template: nodes.Template) -> ContentFormat:
-    """Say whether a parsed template loops over a message's content ("openai") or prints it."""
-    messages = _aliases(template, "messages")
-    items = {
-        loop.target.name
-        for loop in template.find_all(nodes.For)
-        if isinstance(loop.target, nodes.Name)
-        and any(_is_access(loop.iter, name) for name in messages)
+def message_as_sent(message: Mapping[str, Any], form: ContentFormat) -> dict[str, Any]:
+    """Return a message with all its keys, its content as text or as parts; the rest as sent.
+
+    Raises:
+        NotTextError: If a part of it is not text.
+    """
+    content = message.get("content")
+    if isinstance(content, str):
+        return dict(message)
+    texts = list(texts_of(content))
+    as_parts = form == "openai" and content is not None and message["role"] != "tool"
+    return {
+        **message,
+        "content": [text_part(t) for t in texts] if as_parts else "\n".join(texts),
     }
-    loops_over_content = any(
-        _is_access(loop.iter, item, "content")
-        for loop in template.find_all(nodes.For)
-        for item in items
-    )
-    return "openai" if loops_over_content else "string"
 
 
-def _message(message: Mapping[str, Any], form: ContentFormat) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise NotTextError("a message must be an object with a role")
+def runner_message(message: Mapping[str, Any], form: ContentFormat) -> dict[str, Any]:
+    """Return a message as the bundled runner shapes it: known keys, arguments as objects.
+
+    Raises:
+        NotTextError: If a part of it is not text, or a tool call is not shaped as one.
+    """
     role = message["role"]
     content = message.get("content")
     if type(content) is str and form == "string":  # nearly every message
         out = {"role": role, "content": content}
     else:
-        texts = list(_texts(content))
+        texts = list(texts_of(content))
         # Tool results are joined in both forms: templates print them.
-        wrapped = form == "openai" and role != "tool"
-        out = {"role": role, "content": [_text_part(t) for t in texts] if wrapped else _join(texts)}
+        as_parts = form == "openai" and role != "tool"
+        parts_or_text = [text_part(t) for t in texts] if as_parts else "\n".join(texts)
+        out = {"role": role, "content": parts_or_text}
     if role == "assistant":
         _add_assistant_keys(out, message)
     elif role == "tool" and "tool_call_id" in message:
@@ -88,33 +88,12 @@ def _message(message: Mapping[str, Any], form: ContentFormat) -> dict[str, Any]:
     return out
 
 
-def _add_assistant_keys(out: dict[str, Any], message: Mapping[str, Any]) -> None:
-    # An empty list is dropped, to keep templates on the plain assistant path.
-    if message.get("tool_calls"):
-        out["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
-    reasoning = message.get("reasoning")
-    if reasoning is None:
-        reasoning = message.get("reasoning_content")
-    if reasoning is not None:
-        # transformers 5.24 hands reasoning out under each name that templates read.
-        out["thinking"] = out["reasoning"] = out["reasoning_content"] = reasoning
+def texts_of(content: Any) -> Iterator[str]:
+    """Yield the texts of a message's content.
 
-
-def _tool_call(call: Any) -> dict[str, Any]:
-    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-        raise NotTextError("a tool call must be an object with a function")
-    arguments = call["function"].get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError:
-            arguments = {}
-    elif not isinstance(arguments, dict | list):
-        arguments = {}
-    return {**call, "function": {**call["function"], "arguments": arguments}}
-
-
-def _texts(content: Any) -> Iterator[str]:
+    Raises:
+        NotTextError: If a part of it is not text.
+    """
     if content is None:
         return
     if isinstance(content, str):
@@ -126,7 +105,7 @@ def _texts(content: Any) -> Iterator[str]:
         if isinstance(part, str):
             yield part
             continue
-        key = _TEXT_KEYS.get(str(part.get("type"))) if isinstance(part, dict) else None
+        key = TEXT_KEYS.get(str(part.get("type"))) if isinstance(part, dict) else None
         if key is None:
             raise NotTextError("a content part is not text")
         text = part.get(key)
@@ -136,42 +115,47 @@ def _texts(content: Any) -> Iterator[str]:
             raise NotTextError("a text part has no text")
 
 
-def _text_part(text: str) -> dict[str, str]:
+def text_part(text: str) -> dict[str, str]:
+    """Return a content part."""
     return {"type": "text", "text": text}
 
 
-def _join(texts: list[str]) -> str:
-    return "\n".join(texts)
+def tool_calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tool calls of a message, checked to be objects with a function; not copied.
+
+    Raises:
+        NotTextError: If they are not.
+    """
+    calls = message.get("tool_calls")
+    if not calls:
+        return []
+    if not isinstance(calls, list):
+        raise NotTextError("tool_calls must be a list")
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+            raise NotTextError("a tool call must be an object with a function")
+    return calls
 
 
-def _aliases(template: nodes.Template, name: str) -> set[str]:
-    """Return ``name`` and every variable that is assigned from it."""
-    found = {name}
-    pending = [name]
-    while pending:
-        current = pending.pop()
-        for assign in template.find_all(nodes.Assign):
-            target = assign.target
-            if (
-                isinstance(target, nodes.Name)
-                and target.name not in found
-                and _is_access(assign.node, current)
-            ):
-                found.add(target.name)
-                pending.append(target.name)
-    return found
+def _add_assistant_keys(out: dict[str, Any], message: Mapping[str, Any]) -> None:
+    # An empty list is dropped, to keep templates on the plain assistant path.
+    if calls := tool_calls_of(message):
+        out["tool_calls"] = [_runner_tool_call(call) for call in calls]
+    reasoning = message.get("reasoning")
+    if reasoning is None:
+        reasoning = message.get("reasoning_content")
+    if reasoning is not None:
+        # transformers 5.24 hands reasoning out under each name that templates read.
+        out["thinking"] = out["reasoning"] = out["reasoning_content"] = reasoning
 
 
-def _is_access(node: nodes.Node, name: str, key: str | None = None) -> bool:
-    """Say whether an expression is ``name`` (or ``name.key``), perhaps filtered or sliced."""
-    if isinstance(node, nodes.Filter | nodes.Test):
-        return node.node is not None and _is_access(node.node, name, key)
-    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
-        return _is_access(node.node, name, key)
-    if key is None:
-        return isinstance(node, nodes.Name) and node.name == name
-    if isinstance(node, nodes.Getitem):
-        is_key = isinstance(node.arg, nodes.Const) and node.arg.value == key
-    else:
-        is_key = isinstance(node, nodes.Getattr) and node.attr == key
-    return is_key and _is_access(node.node, name)  # type: ignore[attr-defined]
+def _runner_tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"].get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError:
+            arguments = {}
+    elif not isinstance(arguments, dict | list):
+        arguments = {}
+    return {**call, "function": {**call["function"], "arguments": arguments}}

@@ -9,7 +9,6 @@ pass over its bytes and a few look-ups.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import pairwise
@@ -17,117 +16,33 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_128_digest
 
-from prefix_index.blocks import BlockHash, hash_blocks, root_hash
+from prefix_index.anchors import Anchors
+from prefix_index.blocks import root_hash
 from prefix_index.chat import TemplateRefusedError
 from prefix_index.cuts import choose_cuts
-from prefix_index.memo import Segment, SegmentMemo
+from prefix_index.draft import Draft, Prompt
+from prefix_index.engines import (
+    EngineKind,
+    RenderOptions,
+    build_renderer,
+    fingerprint,
+    given_token_ids,
+    render,
+)
+from prefix_index.memo import MAX_MEMO_BYTES, Segment, SegmentMemo
+from prefix_index.scan import segment_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from prefix_index.blocks import BlockHash
     from prefix_index.chat import ChatTemplate
     from prefix_index.tokens import PromptTokenizer
 
-# 8M tokens at about 9 bytes each (id, share of a block hash): 72 MB when full.
-_MAX_MEMO_TOKENS = 8_000_000
+__all__ = ["Draft", "Prompt", "PromptReader"]
 
-
-@dataclass(slots=True)
-class Prompt:
-    """What an engine computes for a request, in tokens and in blocks.
-
-    Attributes:
-        num_tokens: Prompt tokens.
-        block_hashes: One per full block, in order.
-        block_size: Tokens per block.
-        root: Parent of the first block.
-        pieces: Tokens of each rendered segment.
-    """
-
-    num_tokens: int
-    block_hashes: list[BlockHash]
-    block_size: int
-    root: BlockHash
-    pieces: list[array[int]]
-
-    @classmethod
-    def from_ids(cls, token_ids: Sequence[int], block_size: int, root: BlockHash) -> Prompt:
-        """Return the prompt that has these tokens."""
-        ids = array("I", token_ids)
-        return cls(len(ids), hash_blocks(ids, block_size, root), block_size, root, [ids])
-
-    @property
-    def token_ids(self) -> array[int]:
-        """All tokens, put together anew on each call: O(num_tokens)."""
-        ids: array[int] = array("I")
-        for piece in self.pieces:
-            ids += piece
-        return ids
-
-    @property
-    def segment_ends(self) -> list[int]:
-        """Token offset after each rendered segment (usually one per message)."""
-        ends = []
-        end = 0
-        for piece in self.pieces:
-            end += len(piece)
-            ends.append(end)
-        return ends
-
-
-class Draft:
-    """A prompt of which the known beginning is at hand and the rest is still text."""
-
-    __slots__ = ("_chain_keys", "_known", "_reader", "_root", "_suffix", "_text_keys", "_texts")
-
-    def __init__(
-        self,
-        reader: PromptReader,
-        root: BlockHash,
-        known: list[Segment],
-        texts: Sequence[str] = (),
-        chain_keys: Sequence[bytes] = (),
-        text_keys: Sequence[bytes] = (),
-        suffix: array[int] | None = None,
-    ) -> None:
-        self._reader = reader
-        self._root = root
-        self._known = known
-        # Of the segments behind the known ones.
-        self._texts = texts
-        self._chain_keys = chain_keys
-        self._text_keys = text_keys
-        self._suffix = suffix
-
-    @property
-    def known_tokens(self) -> int:
-        """Tokens of the known beginning."""
-        return self._known[-1].num_tokens
-
-    @property
-    def unknown_chars(self) -> int:
-        """Characters that ``complete`` has to tokenize."""
-        return sum(map(len, self._texts))
-
-    def complete(self) -> Prompt:
-        """Tokenize and hash what is unknown. May run in any thread; releases the GIL meanwhile."""
-        segments = self._known
-        if self._texts:
-            segments = segments + self._reader.learn(
-                segments[-1], self._texts, self._chain_keys, self._text_keys
-            )
-        if self._suffix:
-            segments = [*segments, segments[-1].extended(self._suffix, self._reader.block_size)]
-        hashes: list[BlockHash] = []
-        for segment in segments:
-            hashes += segment.block_hashes
-        return Prompt(
-            num_tokens=segments[-1].num_tokens,
-            block_hashes=hashes,
-            block_size=self._reader.block_size,
-            root=self._root,
-            pieces=[segment.ids for segment in segments if segment.ids],
-        )
+# The part of the memory (1 / this) that keeps long texts' blocks for prompts sharing half a message.
+ANCHOR_SHARE = 8
 
 
 class PromptReader:
@@ -138,7 +53,13 @@ class PromptReader:
         template: Its chat template; without one every chat request is refused.
         model: Identity that goes into the root of every chain.
         block_size: Tokens per block of the pool's workers.
-        max_memo_tokens: Bound on the tokens of known segments.
+        max_memo_bytes: Bound on the memory of known text.
+        engine: Kind of the pool's workers, who render as their kind does.
+        options: What the operator has set on them.
+
+    Attributes:
+        engine: As given.
+        fingerprint: Hex identity of all that turns a body into tokens.
     """
 
     def __init__(
@@ -148,15 +69,26 @@ class PromptReader:
         *,
         model: str,
         block_size: int,
-        max_memo_tokens: int = _MAX_MEMO_TOKENS,
+        max_memo_bytes: int = MAX_MEMO_BYTES,
+        engine: EngineKind = "runner",
+        options: RenderOptions | None = None,
     ) -> None:
+        options = options or RenderOptions()
         self.block_size = block_size
+        self.engine = engine
+        self.fingerprint = fingerprint(engine, tokenizer.fingerprint, template, options)
         self._tokenizer = tokenizer
-        self._template = template
+        self._renderer = build_renderer(engine, template, options) if template else None
         self._model = model
-        self._memo = SegmentMemo(max_memo_tokens)
+        self.anchors = Anchors(max_memo_bytes // ANCHOR_SHARE)
+        self._memo = SegmentMemo(max_memo_bytes - max_memo_bytes // ANCHOR_SHARE)
         cuts = choose_cuts(tokenizer, template) if template else ()
         self._cuts = [token.encode() for token in cuts]
+
+    @property
+    def has_forgotten(self) -> bool:
+        """Whether text that was once read may be unknown again."""
+        return self._memo.has_forgotten
 
     def chat(self, body: Mapping[str, Any], *, adapter: str = "", salt: str = "") -> Draft:
         """Render a chat request and find its known beginning.
@@ -170,7 +102,24 @@ class PromptReader:
             TemplateRefusedError: If the prompt text cannot be known here.
         """
         root = root_hash(self._model, adapter=adapter, salt=salt)
-        return self._draft(self._render(body), Segment.start(root), root, root, salt)
+        ids = given_token_ids(self.engine, body)
+        if ids is not None:
+            return self._ids_draft(ids, root)
+        text = self.render(body)
+        if self.engine == "vllm" and body.get("add_special_tokens") is True:
+            return self._wrapped_draft(text, root, salt)
+        return self._draft(text, Segment.start(root), root, root, salt)
+
+    def render(self, body: Mapping[str, Any]) -> str:
+        """Return the prompt text of a chat request, as the pool's engine renders it.
+
+        Args:
+            body: ``POST /v1/chat/completions`` as parsed; not changed.
+
+        Raises:
+            TemplateRefusedError: If it cannot be known here.
+        """
+        return render(self._renderer, body)
 
     def completion(
         self,
@@ -178,8 +127,15 @@ class PromptReader:
         *,
         adapter: str = "",
         salt: str = "",
+        add_special_tokens: bool = True,
     ) -> Draft:
         """Read the prompt of ``POST /v1/completions``: text, or token ids; of several the first.
+
+        Args:
+            prompt: As in the body.
+            adapter: LoRA adapter the request runs on.
+            salt: Isolation key the engine will be given.
+            add_special_tokens: Whether a text gets what the tokenizer puts around it (BOS).
 
         Raises:
             TemplateRefusedError: If it is none of these.
@@ -187,18 +143,11 @@ class PromptReader:
         root = root_hash(self._model, adapter=adapter, salt=salt)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
             prompt = prompt[0]
-        if isinstance(prompt, str):
-            start = Segment.start(root)
-            if self._tokenizer.prefix_ids:
-                start = start.extended(array("I", self._tokenizer.prefix_ids), self.block_size)
-            # Another first key: the same text has other tokens behind a BOS.
-            suffix = array("I", self._tokenizer.suffix_ids)
-            return self._draft(prompt, start, root, root + b"completion", salt, suffix)
-        try:
-            ids: array[int] = array("I", prompt)  # type: ignore[arg-type]  # what is no id raises
-        except (TypeError, OverflowError) as error:
-            raise TemplateRefusedError(f"prompt is neither text nor token ids: {error}") from error
-        return Draft(self, root, [Segment.start(root).extended(ids, self.block_size)])
+        if not isinstance(prompt, str):
+            return self._ids_draft(prompt, root)
+        if add_special_tokens:
+            return self._wrapped_draft(prompt, root, salt)
+        return self._draft(prompt, Segment.start(root), root, root, salt)
 
     def learn(
         self,
@@ -219,25 +168,21 @@ class PromptReader:
         self._memo.add(chain_keys, segments, text_keys)
         return segments
 
-    def _render(self, body: Mapping[str, Any]) -> str:
-        if self._template is None:
-            raise TemplateRefusedError("the model has no chat template")
-        if body.get("chat_template"):
-            raise TemplateRefusedError("the request brings its own chat template")
-        kwargs = body.get("chat_template_kwargs") or {}
-        if not isinstance(kwargs, dict):
-            raise TemplateRefusedError("chat_template_kwargs must be an object")
-        if body.get("reasoning_effort") is not None:
-            kwargs = {"reasoning_effort": body["reasoning_effort"], **kwargs}
-        messages: Any = body.get("messages")  # checked by the template
-        return self._template.render(
-            messages,
-            tools=body.get("tools"),
-            add_generation_prompt=bool(body.get("add_generation_prompt", True)),
-            continue_final_message=bool(body.get("continue_final_message", False)),
-            documents=body.get("documents"),
-            kwargs=kwargs,
-        )
+    def _ids_draft(self, ids: Any, root: BlockHash) -> Draft:
+        try:
+            tokens: array[int] = array("I", ids)  # what is no id raises
+        except (TypeError, OverflowError, ValueError) as error:
+            raise TemplateRefusedError(f"prompt is neither text nor token ids: {error}") from error
+        return Draft(self, root, [Segment.start(root).extended(tokens, self.block_size)])
+
+    def _wrapped_draft(self, text: str, root: BlockHash, salt: str) -> Draft:
+        """Read text between what the tokenizer puts around it."""
+        start = Segment.start(root)
+        if self._tokenizer.prefix_ids:
+            start = start.extended(array("I", self._tokenizer.prefix_ids), self.block_size)
+        # Another first key: the same text has other tokens behind a BOS.
+        suffix = array("I", self._tokenizer.suffix_ids)
+        return self._draft(text, start, root, root + b"completion", salt, suffix)
 
     def _draft(
         self,
@@ -252,7 +197,7 @@ class PromptReader:
             data = text.encode()
         except UnicodeEncodeError as error:
             raise TemplateRefusedError(f"the prompt is not valid Unicode: {error}") from error
-        bounds = self._bounds(data)
+        bounds = segment_bounds(data, self._cuts)
         view = memoryview(data)
         # Tenants must not learn from response times which text another one has sent.
         seed = _seed(salt)
@@ -273,20 +218,8 @@ class PromptReader:
             chain_keys[done:],
             text_keys[done:],
             suffix,
+            data,
         )
-
-    def _bounds(self, data: bytes) -> list[int]:
-        """Return the offsets of all segments, the end of the last one included."""
-        bounds = [0]
-        for token in self._cuts:
-            at = data.find(token, 1)
-            while at > 0:
-                bounds.append(at)
-                at = data.find(token, at + len(token))
-        if len(self._cuts) > 1:
-            bounds.sort()
-        bounds.append(len(data))
-        return bounds
 
 
 # One entry per tenant in use.
