@@ -3,6 +3,9 @@
 Hints fill kinds, the pool's order of kinds picks one. A hint that is absent, empty, blank or the
 literal ``null``, ``none`` or ``undefined`` (clients that print a missing value) is no hint. Every
 key is scoped by tenant, and a long value is hashed, so that a key is always short.
+
+The prefix kind skips what changes (clocks, ids) and the order of documents, so that a request finds
+its home although its prefix is new. It is a key for the ring and never an estimate of a hit.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
+
+from prefix_index.regions import INSTRUCTION_ROLES, documents_in
+from prefix_index.volatile import skip_volatile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +34,19 @@ MAX_VALUE_CHARS = 128
 # How much of the first message after the instructions belongs to the prefix: enough to tell two
 # documents apart, little enough that two questions about one document agree.
 HEAD_CHARS = 256
+# A message this long carries the conversation's document, wherever it stands in it.
+LARGE_CHARS = 1000
+# Of a large message, its first line this long is where the document starts: a question or a
+# "use this context" above it may differ.
+MIN_LINE_CHARS = 200
+# Messages and lines looked at; a document stands near the start or not at all.
+_MAX_LOOKED_AT = 16
+# Instructions are searched for clocks and ids so far; the rest counts as it is. Bounds the time for
+# new text to about 1 ms, 3 ms if it is hostile.
+_MAX_SEARCHED_CHARS = 32_768
+_MAX_LOOK_CHARS = 4096
+# Known texts -> their digest: 2 MB when full. Texts with a clock come once each and leave first.
+_MAX_KNOWN = 8192
 NO_VALUES = frozenset({"", "null", "none", "undefined", "nil"})
 
 
@@ -126,7 +145,7 @@ def _tenant(_: Mapping[str, Any], __: Mapping[str, str], tenant: str) -> tuple[s
 
 
 def _prefix(body: Mapping[str, Any], _: Mapping[str, str], __: str) -> tuple[str, str]:
-    """Hash the leading stable text: all instructions and the head of the first message.
+    """Hash the leading stable text: all instructions and the head of the document or question.
 
     Siblings of a document and the turns of a conversation agree in it, other documents under the
     same system prompt differ.
@@ -134,14 +153,16 @@ def _prefix(body: Mapping[str, Any], _: Mapping[str, str], __: str) -> tuple[str
     digest = xxhash.xxh3_128()
     messages = body.get("messages")
     if isinstance(messages, list):
-        for message in messages:
+        first = 0
+        for first, message in enumerate(messages):  # noqa: B007  # where the instructions end
             if not isinstance(message, dict):
                 continue
-            text = text_of(message.get("content"))
-            if message.get("role") not in ("system", "developer"):
-                _feed(digest, text[:HEAD_CHARS])
+            if message.get("role") not in INSTRUCTION_ROLES:
                 break
-            _feed(digest, text)
+            digest.update(_known_digest(text_of(message.get("content"))))
+        else:
+            return "messages", digest.hexdigest()
+        _feed_head(digest, _anchor(messages[first : first + _MAX_LOOKED_AT]))
         return "messages", digest.hexdigest()
     prompt = body.get("prompt")
     while isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):
@@ -149,6 +170,98 @@ def _prefix(body: Mapping[str, Any], _: Mapping[str, str], __: str) -> tuple[str
     head = prompt[:HEAD_CHARS] if isinstance(prompt, str | list) else ""
     _feed(digest, head if isinstance(head, str) else repr(head))
     return "prompt", digest.hexdigest()
+
+
+def _anchor(messages: Sequence[Any]) -> str:
+    """Return the text that tells a conversation from others: its first message, or its document.
+
+    That is the first large user message that is longer than all before it.
+    """
+    first = text_of(messages[0].get("content"))
+    num_chars = len(first)
+    if num_chars >= LARGE_CHARS:
+        return first
+    for message in messages[1:]:
+        if not isinstance(message, dict):
+            continue
+        text = text_of(message.get("content"))
+        if message.get("role") == "user" and len(text) >= max(LARGE_CHARS, num_chars):
+            return text
+        num_chars += len(text)
+    return first
+
+
+def _feed_head(digest: xxhash.xxh3_128, text: str) -> None:
+    if len(text) < LARGE_CHARS:
+        _feed(digest, text[:HEAD_CHARS])
+    elif documents := documents_in(text):
+        digest.update(_set_digest(text, documents))
+    else:
+        start = _document_start(text)
+        _feed(digest, text[start : start + HEAD_CHARS])
+
+
+def _document_start(text: str) -> int:
+    """Return where the first long line starts; 0 if the text has only short ones."""
+    start = 0
+    for _ in range(_MAX_LOOKED_AT):
+        end = text.find("\n", start)
+        if (len(text) if end < 0 else end) - start >= MIN_LINE_CHARS:
+            return start
+        if end < 0:
+            break
+        start = end + 1
+    return 0
+
+
+class _Known(dict[bytes, bytes]):
+    """Digest of a text -> digest of what in it is stable; the oldest leave."""
+
+    def add(self, key: bytes, value: bytes) -> bytes:
+        while len(self) >= _MAX_KNOWN:
+            del self[next(iter(self))]
+        self[key] = value
+        return value
+
+
+_known = _Known()
+
+
+def _known_digest(text: str) -> bytes:
+    """Return the digest of instructions without what changes; 1 us for a known KB."""
+    key = xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
+    found = _known.get(key)
+    return found if found is not None else _known.add(key, _stable_digest(text))
+
+
+def _stable_digest(text: str) -> bytes:
+    head = skip_volatile(text[:_MAX_SEARCHED_CHARS], max_look_chars=_MAX_LOOK_CHARS)
+    stable = head + text[_MAX_SEARCHED_CHARS:]
+    digest = xxhash.xxh3_128()
+    documents = documents_in(stable)
+    _feed(digest, _around(stable, documents))
+    if documents:
+        digest.update(_set_digest(stable, documents))
+    return digest.digest()
+
+
+def _set_digest(text: str, documents: Sequence[tuple[int, int]]) -> bytes:
+    """Return the digest of documents whatever their order."""
+    digests = sorted(
+        xxhash.xxh3_128_digest(text[start:end].encode("utf-8", "surrogatepass"))
+        for start, end in documents
+    )
+    return xxhash.xxh3_128_digest(b"".join(digests))
+
+
+def _around(text: str, spans: Sequence[tuple[int, int]]) -> str:
+    """Return a text with each span replaced by a mark."""
+    pieces = []
+    done = 0
+    for start, end in spans:
+        pieces.append(text[done:start])
+        done = end
+    return "\0document\0".join([*pieces, text[done:]])
 
 
 def _feed(digest: xxhash.xxh3_128, text: str) -> None:

@@ -10,26 +10,34 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from gateway.routing.advice import advice_of
 from gateway.routing.choose import Decision, RouteInput, choose
-from gateway.routing.segments import segments, stable_tokens
+from gateway.routing.segments import layout_of, observe
+from prefix_index.segments import Found, stable_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gateway.routing.cost import Candidate, Estimate
     from gateway.routing.dispatch import Plan
+    from prefix_index.segments import Layout, Segment
+    from prefix_index.volatile import Volatile
 
 
-def explain_json(plan: Plan, decision: Decision) -> dict[str, Any]:
+def explain_json(plan: Plan, decision: Decision, layout: Layout | None = None) -> dict[str, Any]:
     """Describe a plan and its decision as plain JSON values.
 
-    Not for the hot path: finding the segments renders the prompt once per message.
+    Not for the hot path: finding the segments renders the prompt up to five times and tokenizes it
+    once. Mutates nothing but the pool's memory of recurring text.
 
     Args:
         plan: The request as read.
         decision: What ``Dispatcher.choose`` answered for it.
+        layout: What ``layout_of(plan)`` found, perhaps in a thread; found here if not given.
     """
-    spans = segments(plan)
+    if layout is None:
+        layout = layout_of(plan)
+    observe(plan)
     prompt = plan.prompt
     return {
         "request_id": plan.inbound.request_id,
@@ -37,10 +45,16 @@ def explain_json(plan: Plan, decision: Decision) -> dict[str, Any]:
         "pool": plan.pool.name,
         "tokens": plan.tokens,
         "prompt_tokens": plan.num_tokens,
-        "stable_tokens": stable_tokens(spans, plan.pool.block_size),
+        "stable_tokens": stable_tokens(layout.segments, plan.pool.block_size),
         "block_size": plan.pool.block_size,
         "block_hashes": [] if prompt is None else [block.hex() for block in prompt.block_hashes],
-        "segments": spans,
+        "segments": [_segment(segment) for segment in layout.segments],
+        "advice": advice_of(
+            layout,
+            pool=plan.pool.name,
+            num_tokens=plan.num_tokens,
+            block_size=plan.pool.block_size,
+        ),
         "canonicalization": [],
         "affinity": {
             "key": str(plan.key),
@@ -78,6 +92,27 @@ def _decision(decision: Decision) -> dict[str, Any]:
         "ttft_s": decision.ttft_s,
         "unit": decision.unit,
     }
+
+
+def _segment(segment: Segment) -> dict[str, Any]:
+    return {
+        "kind": segment.kind,
+        "start_token": segment.start_token,
+        "end_token": segment.end_token,
+        "volatile": [_volatile(span) for span in segment.volatile],
+    }
+
+
+def _volatile(span: Volatile) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "kind": span.kind,
+        "start_char": span.start_char,
+        "end_char": span.end_char,
+        "text_hint": span.text_hint,
+    }
+    if isinstance(span, Found):
+        out |= {"source": span.source, "message": span.message, "start_token": span.start_token}
+    return out
 
 
 def _candidate(c: Candidate, e: Estimate, *, seconds: bool) -> dict[str, Any]:

@@ -1,0 +1,153 @@
+"""Which text of a rendered prompt is of which kind: messages' texts, and what surrounds them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from prefix_index.chat import TemplateRefusedError
+from prefix_index.spans import (
+    Placed,
+    difference,
+    headers,
+    is_only_control,
+    place,
+    split_gap,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from prefix_index.prompts import PromptReader
+    from prefix_index.regions import Label, SegmentKind
+
+
+def find_pieces(
+    reader: PromptReader, body: Mapping[str, Any], rendered: str, labels: Sequence[Sequence[Label]]
+) -> tuple[list[Placed], list[tuple[int, SegmentKind]]]:
+    """Return where the labelled texts stand, and (end, kind) of consecutive pieces of the prompt.
+
+    Where marks do not survive the template, nothing is placed, and a message's end is where the
+    prompt rendered up to it ends.
+
+    Args:
+        reader: Renders the request.
+        body: The request; not changed.
+        rendered: The prompt rendered from it.
+        labels: Of each message's text (``labels_of``).
+    """
+    placed = _placed(reader, body, rendered, labels)
+    if placed:
+        return placed, _pieces(reader, body, rendered, labels, placed)
+    return [], _pieces_by_prefix(reader, body, rendered, labels)
+
+
+def _placed(
+    reader: PromptReader, body: Mapping[str, Any], rendered: str, labels: Sequence[Sequence[Label]]
+) -> list[Placed]:
+    """Find the labelled stretches; none if not one message could be found."""
+    exact = [[label.start for label in row] + [row[-1].end] if row else [] for row in labels]
+    placed = place(reader.render, body, rendered, exact)
+    if not placed:
+        # Without marks inside: templates that take a message's text apart.
+        outer = [[offsets[0], offsets[-1]] if offsets else [] for offsets in exact]
+        placed = place(reader.render, body, rendered, outer)
+    return placed
+
+
+def _pieces(
+    reader: PromptReader,
+    body: Mapping[str, Any],
+    rendered: str,
+    labels: Sequence[Sequence[Label]],
+    placed: Sequence[Placed],
+) -> list[tuple[int, SegmentKind]]:
+    """Return (end, kind) of consecutive pieces of the rendered text."""
+    head = headers(reader.render)
+    roles = [m.get("role") if isinstance(m, dict) else None for m in body["messages"]]
+    inserts = _inserts(reader, body, rendered)
+    pieces: list[tuple[int, SegmentKind]] = []
+    done = 0
+    before: Placed | None = None
+    for stretch in placed:
+        if stretch.at < done:
+            continue  # printed inside another text
+        kind = _kind_of(labels[stretch.message], stretch.start)
+        gap = rendered[done : stretch.at]
+        if before is None or before.message != stretch.message:
+            split = done + split_gap(gap, head.get(str(roles[stretch.message])))
+            last = pieces[-1][1] if pieces else _first_kind(kind, rendered[:split])
+            pieces += _overlaid(done, split, last, inserts)
+            pieces += _overlaid(split, stretch.at, kind, inserts)
+        elif gap:
+            pieces.append((stretch.at, pieces[-1][1]))
+        pieces.append((stretch.until, kind))
+        done = stretch.until
+        before = stretch
+    pieces += _overlaid(done, len(rendered), "current", inserts)
+    return pieces
+
+
+def _first_kind(kind: SegmentKind, leading: str) -> SegmentKind:
+    """Say what stands before the first message: a template's own instructions, or its marks."""
+    return kind if kind == "system" or is_only_control(leading) else "system"
+
+
+def _kind_of(row: Sequence[Label], start: int) -> SegmentKind:
+    at = bisect_right([label.start for label in row], start) - 1
+    return row[max(at, 0)].kind
+
+
+def _inserts(
+    reader: PromptReader, body: Mapping[str, Any], rendered: str
+) -> list[tuple[int, int, SegmentKind]]:
+    """Find what the template prints for tools and documents: what is missing without them."""
+    found: list[tuple[int, int, SegmentKind]] = []
+    kinds: tuple[tuple[str, SegmentKind], ...] = (("documents", "knowledge"), ("tools", "tools"))
+    for key, kind in kinds:
+        if not body.get(key):
+            continue
+        try:
+            without = reader.render(
+                {k: v for k, v in body.items() if k not in (key, "tool_choice")}
+            )
+        except TemplateRefusedError:
+            continue
+        start, end = difference(rendered, without)
+        if end > start:
+            found.append((start, end, kind))
+    return sorted(found)
+
+
+def _overlaid(
+    start: int, end: int, kind: SegmentKind, inserts: Sequence[tuple[int, int, SegmentKind]]
+) -> list[tuple[int, SegmentKind]]:
+    """Return the pieces of template text, with what is printed for tools and documents in it."""
+    pieces: list[tuple[int, SegmentKind]] = []
+    for begin, stop, other in inserts:
+        begin, stop = max(begin, start), min(stop, end)
+        if begin < stop:
+            pieces += [(begin, kind), (stop, other)]
+            start = stop
+    return [*pieces, (end, kind)]
+
+
+def _pieces_by_prefix(
+    reader: PromptReader, body: Mapping[str, Any], rendered: str, labels: Sequence[Sequence[Label]]
+) -> list[tuple[int, SegmentKind]]:
+    """Find the ends of messages by rendering the conversation up to each; unknown ones are left."""
+    messages = body["messages"]
+    kinds = [row[0].kind if row else None for row in labels]
+    pieces: list[tuple[int, SegmentKind]] = []
+    for m, (kind, following) in enumerate(pairwise(kinds)):
+        if kind is None or kind == following:
+            continue
+        part = {**body, "messages": messages[: m + 1], "add_generation_prompt": False}
+        try:
+            text = reader.render({**part, "continue_final_message": False})
+        except TemplateRefusedError:
+            continue
+        if rendered.startswith(text) and (not pieces or len(text) > pieces[-1][0]):
+            pieces.append((len(text), kind))
+    return [*pieces, (len(rendered), "current")]
