@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import socket
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ _HOT_PATHS = {
     for minor in (1, 0)
 }
 HOT_LINES = tuple(_HOT_PATHS)
+_LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
 # Held for the next request while one is served. A client that leaves is noticed only while its
 # connection is read, so a pipelined request must not stop that at once.
 MAX_HELD_BYTES = 64 << 10
@@ -37,20 +39,20 @@ LINGER_S = 2.0
 class RawExchange(Exchange):
     """A request on a connection of this front."""
 
-    __slots__ = ("_connection", "_head", "_waiter", "body", "failure")
+    __slots__ = ("_connection", "_waiter", "body", "failure")
 
-    def __init__(self, connection: RawConnection, head: Head, path: str) -> None:
+    def __init__(
+        self, connection: RawConnection, head: Head, path: str, content_length: int | None
+    ) -> None:
         super().__init__(
             path,
-            head.headers,
-            head.raw,
-            content_length=head.content_length,
+            head,
+            content_length=content_length,
             is_http11=head.is_http11,
             keep_alive=head.keep_alive,
         )
         self.body: bytes | None = None
         self.failure: InvalidRequest | None = None
-        self._head = head
         self._connection = connection
         self._waiter: asyncio.Future[None] | None = None
 
@@ -58,11 +60,6 @@ class RawExchange(Exchange):
     def transport(self) -> asyncio.Transport | None:
         """The client's connection; None once it is lost."""
         return self._connection.transport
-
-    @property
-    def num_hosts(self) -> int:
-        """How many ``host`` headers there are."""
-        return self._head.num_hosts
 
     @property
     def is_full(self) -> bool:
@@ -108,8 +105,9 @@ class RawConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        *("_body", "_drained", "_exchange", "_front", "_held", "_is_lingering", "_is_paused"),
-        *("_task", "deadline_s", "loop", "transport", "writing_paused"),
+        *("_body", "_called", "_drained", "_exchange", "_front", "_held", "_is_lingering"),
+        *("_is_paused", "_known", "_known_bytes", "_task", "deadline_s", "loop", "transport"),
+        "writing_paused",
     )
 
     def __init__(self, front: RawFront, loop: asyncio.AbstractEventLoop) -> None:
@@ -120,6 +118,9 @@ class RawConnection(asyncio.Protocol):
         self._front = front
         self._exchange: RawExchange | None = None
         self._task: asyncio.Task[None] | None = None
+        self._called: asyncio.Future[None] | None = None
+        self._known: Head | None = None
+        self._known_bytes = b""
         self._body: SizedBody | ChunkedBody | None = None
         self._held = b""
         self._is_paused = False
@@ -148,16 +149,14 @@ class RawConnection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         """Treat a client that sends no more as one that has left, as the reference does."""
-        if self._task is not None:
-            self._task.cancel()
+        self._cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End what is under way."""
         self.transport = None
         self._front.forget(self)
         self.resume_writing()
-        if self._task is not None:
-            self._task.cancel()
+        self._cancel()
 
     def pause_writing(self) -> None:
         """Note that the client is slower than what is sent to it."""
@@ -169,7 +168,7 @@ class RawConnection(asyncio.Protocol):
         drained, self._drained = self._drained, None
         if drained is not None and not drained.done():
             drained.set_result(None)
-        elif self._exchange is None and self.transport is not None:
+        elif self._is_idle:
             self._next()
 
     # Called by the front and the exchange.
@@ -217,30 +216,51 @@ class RawConnection(asyncio.Protocol):
         if hot is None:
             self._hand_over(data)
             return
+        self._held = b""
         try:
             if end > limits.head_bytes:
                 raise _too_large(limits.head_bytes)
-            head = Head(data[:end], is_http11=hot[1], max_headers=limits.headers)
+            head, length = self._parse(data, end, is_http11=hot[1])
         except InvalidRequest as error:
             self._refuse(error)
             return
-        self._held = b""
-        exchange = self._exchange = RawExchange(self, head, hot[0])
-        length = head.content_length
+        exchange = self._exchange = RawExchange(self, head, hot[0], length)
         if length == len(data) - end:
             exchange.body = data[end:]
             self.deadline_s = math.inf
         else:
-            self.deadline_s = self.loop.time() + limits.body_s
-            # A longer body is refused from its head; nothing of it is kept.
-            if length is not None and length > limits.body_bytes:
-                self._pause()
-            else:
-                body = self._body = (
-                    ChunkedBody(limits.body_bytes) if length is None else SizedBody(length)
-                )
-                self._feed_body(body, data[end:])
-        self._task = self.loop.create_task(self._serve(exchange))
+            self._begin_body(length, data[end:])
+        if self._task is None:
+            self._task = self.loop.create_task(self._serve())
+        else:
+            self._call()
+
+    def _parse(self, data: bytes, end: int, *, is_http11: bool) -> tuple[Head, int | None]:
+        """Return the head that ends at ``end``, and the body's length; None if it is chunked.
+
+        A client's heads are mostly the same but for the length of the body, so the last one is kept
+        and compared: parsing it again would be a third of what the front does.
+        """
+        match = _LENGTH.search(data, 0, end)
+        if match is not None:
+            at, to = match.span(1)
+            plain = data[:at] + data[to:end]
+            if plain == self._known_bytes and self._known is not None:
+                return self._known, int(match[1])
+        head = Head(data[:end], is_http11=is_http11, max_headers=self._front.limits.headers)
+        if match is not None:
+            self._known, self._known_bytes = head, plain
+        return head, head.content_length
+
+    def _begin_body(self, length: int | None, data: bytes) -> None:
+        """Begin a body that did not come together with its head, or with more behind it."""
+        limits = self._front.limits
+        self.deadline_s = self.loop.time() + limits.body_s
+        if length is not None and length > limits.body_bytes:
+            self._pause()  # it is refused from its head; nothing of it is kept
+            return
+        body = self._body = ChunkedBody(limits.body_bytes) if length is None else SizedBody(length)
+        self._feed_body(body, data)
 
     def _take_part(self, data: bytes) -> None:
         """Keep a head that goes on, unless it is too long or can no longer become a valid one."""
@@ -299,15 +319,36 @@ class RawConnection(asyncio.Protocol):
 
     # Serving and ending.
 
-    async def _serve(self, exchange: RawExchange) -> None:
-        """Serve one request; the task of its own."""
-        try:
-            await self._front.handler(exchange)
-        except ConnectionError:
-            pass  # the client has left
-        finally:
-            self._task = self._exchange = self._body = None
-            self._after(exchange)
+    async def _serve(self) -> None:
+        """Serve the connection's requests one after the other; its only task."""
+        while (exchange := self._exchange) is not None:
+            try:
+                await self._front.handler(exchange)
+            except ConnectionError:
+                pass  # the client has left
+            finally:
+                self._exchange = self._body = None
+                self._after(exchange)
+            if self._is_idle:
+                self._called = self.loop.create_future()
+                await self._called
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._exchange is None and self.transport is not None
+
+    def _call(self) -> None:
+        """Let the task look for a request, or see that none will come."""
+        called, self._called = self._called, None
+        if called is not None and not called.done():
+            called.set_result(None)
+
+    def _cancel(self) -> None:
+        """End the task, whatever it does."""
+        if self._exchange is None:
+            self._call()
+        elif self._task is not None:
+            self._task.cancel()
 
     def _after(self, exchange: RawExchange) -> None:
         """Go on with the connection, or end it."""
@@ -360,6 +401,7 @@ class RawConnection(asyncio.Protocol):
         if transport is None:
             return
         self._front.forget(self)
+        self._call()
         protocol = self._front.reference()
         transport.set_protocol(protocol)
         protocol.connection_made(transport)

@@ -57,13 +57,36 @@ class FrontLimits(Protocol):
         """Time between requests."""
 
 
+class RequestHead:
+    """The headers of a request; the same object may stand for several requests with equal ones.
+
+    Args:
+        raw: Pairs as sent, in order.
+        headers: The same by lower-case name; of a repeated one the first.
+        num_hosts: How many ``host`` headers there are.
+
+    Attributes:
+        lines: What the proxy made of them for the worker, kept for the next request; "" before.
+    """
+
+    __slots__ = ("headers", "lines", "num_hosts", "raw")
+
+    def __init__(
+        self, raw: Sequence[tuple[bytes, bytes]], headers: Mapping[str, str], num_hosts: int
+    ) -> None:
+        self.raw = raw
+        self.headers = headers
+        self.num_hosts = num_hosts
+        self.lines = b""
+
+
 class Exchange(ABC):
     """A request and its answer; used by the one task that serves it.
 
     Attributes:
         path: Path of the target, without a query.
-        headers: Headers by lower-case name; of a repeated one the first.
-        raw_headers: Pairs as sent, in order.
+        head: Its headers.
+        headers: The same by lower-case name; of a repeated one the first.
         content_length: None if the body is chunked; 0 if there is none.
         is_http11: Whether the client speaks HTTP/1.1, and so chunks and interim answers.
         keep_alive: Whether the connection goes on after the answer; may be set to False.
@@ -72,23 +95,22 @@ class Exchange(ABC):
     """
 
     __slots__ = (
-        *("_is_chunked", "content_length", "headers", "is_begun", "is_ended", "is_http11"),
-        *("keep_alive", "path", "raw_headers"),
+        *("_is_chunked", "content_length", "head", "headers", "is_begun", "is_ended", "is_http11"),
+        *("keep_alive", "path"),
     )
 
     def __init__(
         self,
         path: str,
-        headers: Mapping[str, str],
-        raw_headers: Sequence[tuple[bytes, bytes]],
+        head: RequestHead,
         *,
         content_length: int | None,
         is_http11: bool,
         keep_alive: bool,
     ) -> None:
         self.path = path
-        self.headers = headers
-        self.raw_headers = raw_headers
+        self.head = head
+        self.headers = head.headers
         self.content_length = content_length
         self.is_http11 = is_http11
         # An answer to HTTP/1.0 ends by closing: what else its clients understand is not known.
@@ -103,11 +125,6 @@ class Exchange(ABC):
     @abstractmethod
     def transport(self) -> asyncio.Transport | None:
         """The client's connection; None once it is lost."""
-
-    @property
-    @abstractmethod
-    def num_hosts(self) -> int:
-        """How many ``host`` headers there are."""
 
     @property
     @abstractmethod
@@ -149,7 +166,8 @@ class Exchange(ABC):
         Raises:
             InvalidRequest: If the request cannot be served, whatever its body is.
         """
-        if self.num_hosts != 1 and (self.is_http11 or self.num_hosts):
+        num_hosts = self.head.num_hosts
+        if num_hosts != 1 and (self.is_http11 or num_hosts):
             raise InvalidRequest("Expected one host header.", code="bad_host")
         length = self.content_length
         if length is not None and length > max_bytes:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import httptools
 
 from gateway.errors import InvalidRequest
+from gateway.front.exchange import RequestHead
 
 # Names are chosen by clients, so what is remembered of them must end somewhere.
 _MAX_KNOWN_NAMES = 1000
@@ -47,6 +48,11 @@ class Headers(Mapping[str, str]):
         value = self._values.get(name)
         return default if value is None else value.decode("utf-8", "surrogateescape")
 
+    def pop(self, name: str) -> str | None:
+        """Remove a header and return its value; None if there is none."""
+        value = self._values.pop(name, None)
+        return None if value is None else value.decode("ascii")
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
@@ -54,18 +60,16 @@ class Headers(Mapping[str, str]):
         return len(self._values)
 
 
-class Head:
-    """A parsed head.
+class Head(RequestHead):
+    """A parsed head. The length of the body is an attribute only, not among the headers.
 
     Attributes:
-        raw: Pairs as sent, in order.
-        headers: The same by name.
         content_length: None if the body is chunked; 0 if there is none.
         is_http11: Whether the version is 1.1.
         keep_alive: Whether the client wants the connection to go on.
     """
 
-    __slots__ = ("content_length", "headers", "is_http11", "keep_alive", "raw")
+    __slots__ = ("content_length", "is_http11", "keep_alive")
 
     def __init__(self, data: bytes, *, is_http11: bool, max_headers: int) -> None:
         """Parse ``data``, which ends with the empty line.
@@ -73,37 +77,41 @@ class Head:
         Raises:
             InvalidRequest: If it is not a valid head, or has more than ``max_headers`` headers.
         """
-        self.raw: list[tuple[bytes, bytes]] = []
-        self.is_http11 = is_http11
-        try:
-            httptools.HttpRequestParser(self).feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # an upgrade is the server's choice, and this one takes none
-        except httptools.HttpParserError as error:
-            raise InvalidRequest(f"The request is not valid HTTP: {error}.") from error
-        if len(self.raw) > max_headers:
+        pairs = _pairs(data)
+        if len(pairs) > max_headers:
             raise InvalidRequest(
-                f"The request has {len(self.raw)} headers, the limit is {max_headers}."
+                f"The request has {len(pairs)} headers, the limit is {max_headers}."
             )
-        self.headers = headers = Headers(self.raw)
-        if "transfer-encoding" in headers:
-            if not is_http11:
-                raise InvalidRequest("HTTP/1.0 knows no transfer-encoding.", code="bad_framing")
-            self.content_length = None
-        else:
-            self.content_length = int(headers.get("content-length") or 0)
+        names = [_names[name] for name, _ in pairs]
+        raw = [pair for pair, name in zip(pairs, names, strict=True) if name != "content-length"]
+        super().__init__(raw, headers := Headers(pairs), names.count("host"))
+        self.is_http11 = is_http11
+        length = headers.pop("content-length")
+        self.content_length = int(length or 0) if "transfer-encoding" not in headers else None
+        if self.content_length is None and not is_http11:
+            raise InvalidRequest("HTTP/1.0 knows no transfer-encoding.", code="bad_framing")
         connection = headers.get("connection")
         self.keep_alive = connection is None or not any(
             token.strip() == "close" for token in connection.lower().split(",")
         )
 
-    @property
-    def num_hosts(self) -> int:
-        """How many ``host`` headers there are."""
-        if len(self.headers) == len(self.raw):
-            return int("host" in self.headers)
-        return sum(name.lower() == b"host" for name, _ in self.raw)
+
+class _Collector:
+    """Takes the parser's headers."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[bytes, bytes]] = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Collect a header; called by the parser."""
-        self.raw.append((name, value))
+        self.pairs.append((name, value))
+
+
+def _pairs(data: bytes) -> list[tuple[bytes, bytes]]:
+    collector = _Collector()
+    try:
+        httptools.HttpRequestParser(collector).feed_data(data)
+    except httptools.HttpParserUpgrade:
+        pass  # an upgrade is the server's choice, and this one takes none
+    except httptools.HttpParserError as error:
+        raise InvalidRequest(f"The request is not valid HTTP: {error}.") from error
+    return collector.pairs

@@ -82,12 +82,11 @@ class Proxy:
                 param="model",
             )
         record.pool = pool.name
-        headers = to_worker(
-            exchange.raw_headers,
-            exchange.headers.get("connection"),
-            record.request_id,
-            self.limits.head_bytes,
-        )
+        head = exchange.head
+        if not head.lines:
+            named = head.headers.get("connection")
+            head.lines = to_worker(head.raw, named, self.limits.head_bytes)
+        headers = b"%bx-request-id: %b\r\n" % (head.lines, record.request_id.encode())
         routing_s = self.clock()
         plan = await self.dispatcher.plan(pool, inbound)
         decision = self.dispatcher.choose(plan)

@@ -56,13 +56,12 @@ def request_id_from(given: str | None) -> str:
     return os.urandom(16).hex()
 
 
-def to_worker(raw: RawPairs, connection: str | None, request_id: str, max_bytes: int) -> bytes:
-    """Return the header lines to send on; ``host`` and ``content-length`` are not among them.
+def to_worker(raw: RawPairs, connection: str | None, max_bytes: int) -> bytes:
+    """Return the header lines to send on, without ``host``, ``content-length``, ``x-request-id``.
 
     Args:
         raw: The client's headers as sent.
         connection: The value of its ``connection`` header.
-        request_id: Sent as ``x-request-id``.
         max_bytes: Limit on all lines together.
 
     Raises:
@@ -71,7 +70,7 @@ def to_worker(raw: RawPairs, connection: str | None, request_id: str, max_bytes:
     raw = _without_named(raw, connection.encode() if connection else b"")
     lines = [prefix + value for name, value in raw if (prefix := _forwarded[name])]
     # Answers are observed as they pass, so they must not be compressed.
-    lines.append(b"accept-encoding: identity\r\nx-request-id: %b\r\n" % request_id.encode())
+    lines.append(b"accept-encoding: identity\r\n")
     block = b"\r\n".join(lines)
     if len(block) > max_bytes:
         raise HeadTooLarge(f"headers are {len(block)} bytes, the limit is {max_bytes}")

@@ -22,8 +22,7 @@ class Lifecycle:
         self.is_over = False
         self.not_ready = ""
         self._running: set[asyncio.Task[object]] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle: asyncio.Event | None = None
 
     @property
     def num_running(self) -> int:
@@ -33,20 +32,23 @@ class Lifecycle:
     def enter(self, task: asyncio.Task[object]) -> None:
         """Count the request that ``task`` serves."""
         self._running.add(task)
-        self._idle.clear()
 
     def leave(self, task: asyncio.Task[object]) -> None:
         """Forget it."""
         self._running.discard(task)
-        if not self._running:
+        if self._idle is not None and not self._running:
             self._idle.set()
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more requests; True when all running ones ended within ``timeout_s``."""
         self.draining = True
+        if not self._running:
+            return True
+        idle = self._idle = self._idle or asyncio.Event()
+        idle.clear()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+                await idle.wait()
         except TimeoutError:
             return False
         return True

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import HttpVersion11, web
 
-from gateway.front.exchange import Exchange
+from gateway.front.exchange import Exchange, RequestHead
 from gateway.proxy.body import read_body
 
 if TYPE_CHECKING:
@@ -35,9 +35,10 @@ class AiohttpExchange(Exchange):
     def __init__(self, request: web.Request, limits: Limits) -> None:
         super().__init__(
             request.path,
-            # This mapping finds names in any case.
-            request.headers,
-            request.raw_headers,
+            # aiohttp's mapping finds names in any case.
+            RequestHead(
+                request.raw_headers, request.headers, len(request.headers.getall("host", ()))
+            ),
             content_length=request.content_length,
             is_http11=request.version >= HttpVersion11,
             keep_alive=request.keep_alive,
@@ -49,11 +50,6 @@ class AiohttpExchange(Exchange):
     def transport(self) -> asyncio.Transport | None:
         """The client's connection; None once it is lost."""
         return self._request.transport
-
-    @property
-    def num_hosts(self) -> int:
-        """How many ``host`` headers there are."""
-        return len(self._request.headers.getall("host", ()))
 
     @property
     def is_full(self) -> bool:

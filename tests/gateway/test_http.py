@@ -50,7 +50,7 @@ async def exchange(port: int, data: bytes) -> tuple[int, dict[str, str], bytes]:
         pytest.param(CHAT, b'{"model":"\xff"}', 400, None, "invalid_json", id="not utf-8"),
         pytest.param(CHAT, b'\xef\xbb\xbf{"model":"m"}', 400, None, "invalid_json", id="bom"),
         pytest.param(CHAT, b'{"model":NaN}', 400, None, "invalid_json", id="nan"),
-        pytest.param(CHAT, b"[" * 100_000, 400, None, "invalid_json", id="deep"),
+        pytest.param(CHAT, b"[" * 100_000, 400, None, "json_too_deep", id="deep"),
         pytest.param(CHAT, b"[]", 400, None, "invalid_json", id="a list"),
         pytest.param(CHAT, b'"m"', 400, None, "invalid_json", id="a string"),
         pytest.param(CHAT, b"null", 400, None, "invalid_json", id="null"),

@@ -27,10 +27,10 @@ def lines_of(block: bytes) -> list[bytes]:
 @given(st.lists(st.tuples(NAMES, st.sampled_from([b"1", b"a, b", b""])), max_size=8))
 def test_lines_keep_order_spelling_and_repetition(pairs: list[tuple[bytes, bytes]]) -> None:
     dropped = {b"te", b"upgrade", b"host", b"content-length", b"keep-alive", b"x-hop"}
-    sent = lines_of(to_worker(pairs, "close, X-Hop", "id", 10_000))
+    sent = lines_of(to_worker(pairs, "close, X-Hop", 10_000))
     expected = [n + b": " + v for n, v in pairs if n.lower() not in dropped]
 
-    assert sent == [*expected, b"accept-encoding: identity", b"x-request-id: id"]
+    assert sent == [*expected, b"accept-encoding: identity"]
 
 
 def test_a_workers_host_header_is_its_clients_business_and_its_framing_is_not() -> None:
@@ -43,13 +43,13 @@ def test_a_workers_host_header_is_its_clients_business_and_its_framing_is_not() 
 def test_header_lines_are_bounded() -> None:
     pairs = [(b"a", b"x" * 1000)] * 10
     with pytest.raises(HeadTooLarge, match="limit is 9000"):
-        to_worker(pairs, None, "id", 9000)
+        to_worker(pairs, None, 9000)
 
 
 def test_names_chosen_by_clients_are_not_remembered_for_ever() -> None:
     from gateway.proxy import headers
 
-    to_worker([(b"n%d" % i, b"") for i in range(5000)], None, "id", 1 << 20)
+    to_worker([(b"n%d" % i, b"") for i in range(5000)], None, 1 << 20)
 
     assert len(headers._forwarded) <= headers._MAX_KNOWN_NAMES
 
