@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from gateway.routing.dispatch import MAX_INLINE_CHARS
+from prefix_index.blocks import usable_blocks
 from prefix_index.canonical import (
     RULES,
     AppliedRule,
@@ -68,9 +69,9 @@ class Rewriter:
         clock: Monotonic seconds.
 
     Attributes:
-        num_changed: Requests that each rule changed, or would have changed.
-        tokens_saved: Tokens that each rule saved, or would have, as far as both forms were looked
-            at.
+        num_changed: Requests that each rule changed; in ``observe`` mode, of those looked at, how
+            many it would have changed.
+        tokens_saved: Tokens that each rule would have saved, of the requests looked at.
     """
 
     def __init__(
@@ -115,12 +116,11 @@ class Rewriter:
         if not form.is_changed:
             return Rewrite(await dispatcher.plan(pool, inbound), raw)
         plan = await dispatcher.plan(pool, _with_body(inbound, form.body))
-        held = _held_tokens(pool, plan)
-        if not _may_hold_more(pool, inbound, plan, held):
-            names = tuple(rule.rule for rule in form.applied if rule.applied)
-            self.num_changed.update(names)
-            return Rewrite(plan, form.raw, names)
-        return await self._step_by_step(dispatcher, pool, inbound, raw, self._memory)
+        if better_form(_known_held_tokens(pool, inbound), _held_tokens(pool, plan)) == "as_sent":
+            return Rewrite(await dispatcher.plan(pool, inbound), raw)
+        names = _names(form)
+        self.num_changed.update(names)
+        return Rewrite(plan, form.raw, names)
 
     async def explain(
         self, dispatcher: Dispatcher, pool: Pool, inbound: Inbound, raw: bytes
@@ -133,7 +133,7 @@ class Rewriter:
         """
         if not self.rules or inbound.surface != "chat":
             return Rewrite(await dispatcher.plan(pool, inbound), raw)
-        return await self._step_by_step(dispatcher, pool, inbound, raw, Peek(self._memory))
+        return await self._look(dispatcher, pool, inbound, raw, Peek(self._memory))
 
     async def settle(self) -> None:
         """Wait until no request is being looked at beside its way."""
@@ -143,44 +143,47 @@ class Rewriter:
     def _observe(self, dispatcher: Dispatcher, plan: Plan, raw: bytes) -> None:
         """Look at what the rules would do to a request, unless another one is being looked at."""
         is_busy = self._observation is not None and not self._observation.done()
-        if is_busy or plan.prompt is None or self._clock() < self._observe_at_s:
+        if is_busy or plan.unread or self._clock() < self._observe_at_s:
             return
         self._observe_at_s = self._clock() + _OBSERVE_EVERY_S
-        step_by_step = self._step_by_step(dispatcher, plan.pool, plan.inbound, raw, self._memory)
-        self._observation = asyncio.ensure_future(step_by_step)
+        look = self._look(dispatcher, plan.pool, plan.inbound, raw, self._memory)
+        self._observation = asyncio.ensure_future(look)
 
-    async def _step_by_step(
+    async def _look(
         self, dispatcher: Dispatcher, pool: Pool, inbound: Inbound, raw: bytes, memory: FirstSeen
     ) -> Rewrite:
-        """Apply one rule after the other, each only if it does not lower what is held."""
-        sent = await dispatcher.plan(pool, inbound)
-        best, held = Rewrite(sent, raw), self._held(pool, sent)
+        """Apply one rule after the other, and see how much is held of the form after each."""
+        plan = sent = await dispatcher.plan(pool, inbound, in_full=True)
+        held = held_as_sent = self._held(pool, sent)
+        names: list[str] = []
         report = []
-        for name in self.rules:
-            form = self._canonical(pool, best.plan.inbound, best.raw, (name,), memory)
-            is_applied, saved = False, 0
+        form_raw = raw
+        for rule in self.rules:
+            form = self._canonical(pool, plan.inbound, form_raw, (rule,), memory)
+            saved = 0
             if form.is_changed:
-                plan = await dispatcher.plan(pool, _with_body(inbound, form.body))
-                held_now = self._held(pool, plan)
-                saved = (held_now or 0) - (held or 0)
-                if better_form(held, held_now) == "rewritten":
-                    best, held = Rewrite(plan, form.raw, (*best.rules, name)), held_now
-                    is_applied = self.mode == "rewrite"
-            report.append(_report(form.applied[0], is_applied=is_applied, saved=saved))
-        if not isinstance(memory, Peek):
-            self._account(best, report)
-        if self.mode == "rewrite":
-            return replace(best, report=tuple(report))
+                changed = _with_body(inbound, form.body)
+                plan, form_raw = await dispatcher.plan(pool, changed, in_full=True), form.raw
+                before, held = held, self._held(pool, plan)
+                saved = 0 if held is None or before is None else held - before
+                names.append(rule)
+            report.append(_entry(form.applied[0], saved))
+        is_better = better_form(held_as_sent, held) == "rewritten"
+        if self.mode == "rewrite" and is_better and names:
+            for entry in report:
+                entry["applied"] = entry["rule"] in names
+            return Rewrite(plan, form_raw, tuple(names), tuple(report))
+        if self.mode == "observe" and names and not isinstance(memory, Peek):
+            self._imagine(plan, report)
         return Rewrite(sent, raw, report=tuple(report))
 
-    def _account(self, best: Rewrite, report: Sequence[Mapping[str, Any]]) -> None:
-        """Write down what the rules did to a request that is sent."""
-        self.num_changed.update(best.rules)
+    def _imagine(self, plan: Plan, report: Sequence[Mapping[str, Any]]) -> None:
+        """Write down a form that would have been sent, and what that would have saved."""
         for entry in report:
-            if entry["rule"] in best.rules:
+            if entry["tokens_saved"]:
                 self.tokens_saved[entry["rule"]] += entry["tokens_saved"]
-        if self.mode == "observe":
-            self._imagined.add(best.plan.hashes or ())
+        self.num_changed.update(entry["rule"] for entry in report if "changed" in entry)
+        self._imagined.add(plan.hashes or ())
 
     def _canonical(
         self, pool: Pool, inbound: Inbound, raw: bytes, rules: Collection[str], memory: FirstSeen
@@ -240,31 +243,37 @@ def _held_tokens(pool: Pool, plan: Plan) -> int | None:
     return max((hit.total for hit in pool.index.match(plan.hashes).values()), default=0)
 
 
-def _may_hold_more(pool: Pool, inbound: Inbound, plan: Plan, held: int | None) -> bool:
-    """Say whether the form as sent may be held further than the rewritten one.
+def _known_held_tokens(pool: Pool, inbound: Inbound) -> int | None:
+    """Return how much is held of the form as sent, as far as its text is known here.
 
-    Tokenizing it costs milliseconds if its text is new, and text that is new to this gateway is
-    hardly held by a worker: then it is compared only while less than half of the rewritten prompt
-    is held, as in the first minutes of a rule.
+    Text that is new to this gateway was not sent to a worker either, so nothing is tokenized to
+    find that it is not held.
     """
-    if held is None or pool.reader is None:
-        return False
-    if 2 * held < plan.num_tokens:
-        return True
+    if pool.index is None or pool.reader is None:
+        return None
     salt = inbound.body.get("cache_salt")
     try:
         draft = pool.reader.chat(inbound.body, salt=salt if isinstance(salt, str) else "")
+        if draft.unknown_chars <= MAX_INLINE_CHARS:
+            prompt = draft.complete()
+            hashes = prompt.block_hashes[: usable_blocks(prompt.num_tokens, prompt.block_size)]
+        else:
+            hashes = draft.known_hashes
     except Exception:  # templates raise what they like
-        return False
-    return draft.unknown_chars <= MAX_INLINE_CHARS
+        return None
+    return max((hit.total for hit in pool.index.match(hashes).values()), default=0)
+
+
+def _names(form: Canonical) -> tuple[str, ...]:
+    return tuple(rule.rule for rule in form.applied if rule.applied)
 
 
 def _with_body(inbound: Inbound, body: Mapping[str, Any]) -> Inbound:
     return replace(inbound, body=dict(body))
 
 
-def _report(rule: AppliedRule, *, is_applied: bool, saved: int) -> dict[str, Any]:
-    """Describe what a rule did, or would do, as plain JSON values."""
-    entry: dict[str, Any] = {"rule": rule.rule, "applied": is_applied, "tokens_saved": saved}
+def _entry(rule: AppliedRule, saved: int) -> dict[str, Any]:
+    """Describe what a rule would do, as plain JSON values."""
+    entry: dict[str, Any] = {"rule": rule.rule, "applied": False, "tokens_saved": saved}
     details = {"changed": rule.changed, "refused": rule.refused, "tool_set": rule.tool_set}
     return entry | {name: value for name, value in details.items() if value}
