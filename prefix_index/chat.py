@@ -73,10 +73,9 @@ class ChatTemplate:
             tree = environment.parse(source)
             self.content_format = vllm_content_format(tree)
             self.sglang_content_format = sglang_content_format(source, tree)
-            self._template = GuardedTemplate(environment, tree)
+            self._print = GuardedTemplate(environment, tree, special_tokens)
         except Exception as error:
             raise TemplateRefusedError(f"chat template does not compile: {error}") from error
-        self._special_tokens = dict(special_tokens)
 
     def render(
         self,
@@ -106,14 +105,13 @@ class ChatTemplate:
             if continue_final_message:
                 messages, final_text = _tag_final_message(messages, add_generation_prompt)
             variables = {
-                **self._special_tokens,
                 "messages": messages,
                 "tools": tools or None,
                 "documents": documents,
                 "add_generation_prompt": add_generation_prompt,
                 **(kwargs or {}),
             }
-            text = self._template.render(variables)
+            text = self._print(variables)
             if continue_final_message:
                 text = _cut_at_tag(text, final_text)
             text.encode()  # a lone half of a surrogate pair has no bytes, and no tokens

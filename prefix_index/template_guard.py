@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import re
 import time
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import nodes, pass_context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from prefix_index.sandbox import Renderer, Sandbox
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from jinja2.runtime import Context
 
@@ -118,18 +120,27 @@ class Budget:
             raise TooMuchError(f"the template takes more than {MAX_CPU_S} s")
 
 
-class GuardedTemplate:
-    """A compiled template; ``render`` is reentrant and may run in any thread."""
+class GuardedTemplate(Renderer):
+    """A compiled template, guarded; reentrant, and may be called from any thread.
 
-    def __init__(self, environment: GuardedEnvironment, tree: nodes.Template) -> None:
+    Args:
+        environment: What it is compiled in.
+        tree: Its syntax tree; changed.
+        constants: Variables of every rendering.
+    """
+
+    def __init__(
+        self, environment: GuardedEnvironment, tree: nodes.Template, constants: Mapping[str, Any]
+    ) -> None:
         guarded = _Guard().visit(tree)
         guarded.set_environment(environment)
         code = environment.compile(guarded)
-        self._template = environment.template_class.from_code(
+        template = environment.template_class.from_code(
             environment, code, environment.make_globals(None)
         )
+        super().__init__(template, constants)
 
-    def render(self, variables: dict[str, Any]) -> str:
+    def __call__(self, variables: Mapping[str, Any]) -> str:
         """Return what the template prints.
 
         Raises:
@@ -137,23 +148,19 @@ class GuardedTemplate:
             Exception: Whatever its expressions raise.
         """
         budget = Budget()
-        variables[BUDGET] = budget
-        context = self._template.new_context(variables)
-        pieces: list[str] = []
+        environment = self._environment
+        variables = {**self._base, **variables, BUDGET: budget}
+        context = environment.context_class(environment, variables, self._name, self._blocks)
+        pieces = self._root(context)
         texts: list[str] = []
-        for piece in self._template.root_render_func(context):
-            pieces.append(piece)
-            if len(pieces) == _PIECES:
-                texts.append("".join(pieces))
-                budget.print(len(texts[-1]))
-                pieces.clear()
-        texts.append("".join(pieces))
-        budget.print(len(texts[-1]))
+        while text := "".join(islice(pieces, _PIECES)):
+            budget.print(len(text))
+            texts.append(text)
         return "".join(texts)
 
 
-class GuardedEnvironment(ImmutableSandboxedEnvironment):
-    """jinja2's immutable sandbox, with bounds on what expressions make."""
+class GuardedEnvironment(Sandbox):
+    """The sandbox of chat templates, with bounds on what expressions make."""
 
     intercepted_binops = frozenset(("*", "**", "%"))
 
