@@ -77,7 +77,7 @@ def _pieces(
         gap = rendered[done : stretch.at]
         if before is None or before.message != stretch.message:
             split = done + split_gap(gap, head.get(str(roles[stretch.message])))
-            last = pieces[-1][1] if pieces else _first_kind(kind, rendered[:split])
+            last = pieces[-1][1] if pieces else _first_kind(kind, rendered, split, inserts)
             pieces += _overlaid(done, split, last, inserts)
             pieces += _overlaid(split, stretch.at, kind, inserts)
         elif gap:
@@ -89,9 +89,17 @@ def _pieces(
     return pieces
 
 
-def _first_kind(kind: SegmentKind, leading: str) -> SegmentKind:
-    """Say what stands before the first message: a template's own instructions, or its marks."""
-    return kind if kind == "system" or is_only_control(leading) else "system"
+def _first_kind(
+    kind: SegmentKind, rendered: str, end: int, inserts: Sequence[tuple[int, int, SegmentKind]]
+) -> SegmentKind:
+    """Say what stands before the first message: a template's own instructions, or only marks."""
+    own = rendered[:end]
+    inside = [insert for insert in inserts if insert[0] < end]
+    for start, stop, _ in reversed(inside):
+        own = own[:start] + own[stop:]
+    if not is_only_control(own):
+        return "system"
+    return inside[0][2] if inside else kind
 
 
 def _kind_of(row: Sequence[Label], start: int) -> SegmentKind:

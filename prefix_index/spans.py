@@ -113,10 +113,15 @@ def place(
 
 
 def difference(rendered: str, other: str) -> tuple[int, int]:
-    """Return the middle of a text that another one, equal before and behind it, lacks."""
+    """Return the middle of a text that another one, equal before and behind it, lacks.
+
+    Of several such middles the first: ``<turn>a</turn>`` and not ``a</turn><turn>``.
+    """
     start = _num_equal(rendered, other)
-    tail = _num_equal(rendered[start:][::-1], other[start:][::-1])
-    return start, len(rendered) - tail
+    end = len(rendered) - _num_equal(rendered[start:][::-1], other[start:][::-1])
+    while 0 < start < end and rendered[start - 1] == rendered[end - 1]:
+        start, end = start - 1, end - 1
+    return start, end
 
 
 def headers(render: Callable[[Mapping[str, Any]], str]) -> dict[str, str]:
