@@ -12,6 +12,7 @@ OWNERS = {
     "serve": "gateway",
     "demo": "gateway",
     "explain": "gateway",
+    "doctor": "gateway",
     "workers": "gateway",
     "config": "gateway",
     "runner": "runner",
@@ -23,6 +24,7 @@ USAGE = """usage: warmlane COMMAND [OPTIONS]
   runner     run a bundled engine (needs the extra `runner`)
   demo       two bundled engines and the gateway, with a short real workload
   explain    say where a request would go, and why
+  doctor     say what costs prefix hits, and what to do about it
   workers    list the workers of a running gateway
   config     check, show or describe the configuration
 

@@ -1,4 +1,4 @@
-"""The gateway's commands: ``serve``, ``demo``, ``explain``, ``workers``, ``config``.
+"""The gateway's commands: ``serve``, ``demo``, ``explain``, ``doctor``, ``workers``, ``config``.
 
 Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 failed, 2 usage, 3 partial,
 130 interrupted. Heavy imports stand inside the commands that need them: ``--help`` is quick.
@@ -28,6 +28,8 @@ TokenOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 DEFAULT_GATEWAY = "http://127.0.0.1:8080"
+# "Partial": the gateway answers, but something costs hits.
+EXIT_FINDINGS = 3
 
 
 class CommandError(Exception):
@@ -95,6 +97,24 @@ def explain(
     except (OSError, ValueError) as error:
         raise CommandError(f"{file}: expected a JSON request body: {error}") from error
     print(json.dumps(post_json(gateway, "/admin/v1/explain", body, token), indent=2))
+
+
+@app.command()
+def doctor(
+    gateway: GatewayOption = DEFAULT_GATEWAY,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what costs prefix hits, most tokens first, and what to do about it.
+
+    Exits with 0 if nothing was found, 3 if something was, 1 if the gateway does not answer.
+    """
+    from gateway.doctor import ask, table
+
+    diagnosis = ask(gateway, token)
+    print(json.dumps(diagnosis.to_json(), indent=2) if as_json else table(diagnosis))
+    if not diagnosis.is_healthy:
+        raise typer.Exit(EXIT_FINDINGS)
 
 
 @workers_app.command("list")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from gateway.fleet.fleet import Fleet
+    from gateway.misses.report import MissReport
     from gateway.proxy.body import Surface
     from gateway.proxy.limits import Limits
     from gateway.routing.dispatch import Dispatcher
@@ -42,6 +43,7 @@ class Admin:
         limits: Bound on bodies.
         token: Admin token; None answers loopback only.
         clock: Monotonic seconds.
+        misses: The miss report; without one there is no such endpoint.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Admin:
         limits: Limits,
         token: str | None,
         clock: Callable[[], float],
+        misses: MissReport | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._fleet = fleet
@@ -59,10 +62,14 @@ class Admin:
         self._limits = limits
         self._token = token
         self._clock = clock
+        self._misses = misses
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of these endpoints."""
+        misses = self._misses
         return [
+            *([] if misses is None else [web.get("/admin/v1/misses", self._guarded(self.misses))]),
+            web.get("/admin/v1/index", self._guarded(self.index)),
             web.get("/metrics", self.metrics),
             web.get("/admin/v1/workers", self._guarded(self.workers)),
             web.post("/admin/v1/workers/{id}/drain", self._guarded(self.drain)),
@@ -83,6 +90,15 @@ class Admin:
             for worker in pool.workers.values()
         ]
         return _json(request, {"workers": rows})
+
+    async def misses(self, request: web.Request) -> web.Response:
+        """``GET /admin/v1/misses``: what broke prefixes, and how many tokens that cost."""
+        assert self._misses is not None, "the route exists only with a report"
+        return _json(request, self._misses.report())
+
+    async def index(self, request: web.Request) -> web.Response:
+        """``GET /admin/v1/index``: per pool, how prompts are read and how many blocks are known."""
+        return _json(request, {"pools": [_describe_index(pool) for pool in self._fleet.pools]})
 
     async def drain(self, request: web.Request) -> web.Response:
         """``POST /admin/v1/workers/{id}/drain``: no new requests there; running ones go on."""
@@ -130,7 +146,10 @@ class Admin:
             "capacity_tokens": worker.capacity_tokens or None,
             "block_size": worker.block_size,
             "epoch": worker.epoch,
-            "parity": worker.parity,
+            "parity": self._fleet.parity_of(worker),
+            "divergence": self._fleet.divergence_of(worker),
+            "has_events": self._fleet.has_events(worker),
+            "pool_block_size": pool.block_size if pool.index is not None else None,
             "event_age_s": None if worker.last_event_s is None else now_s - worker.last_event_s,
             "gaps": feed.subscriber.gaps if feed else None,
             "decode_errors": feed.subscriber.decode_errors if feed else None,
@@ -162,6 +181,20 @@ class Admin:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self._token.encode()):
             raise Unauthorized("The admin token is missing or wrong.")
+
+
+def _describe_index(pool: Pool) -> dict[str, Any]:
+    index = pool.index
+    return {
+        "pool": pool.name,
+        "models": list(pool.models),
+        "engine": pool.engine,
+        "reads_prompts": pool.reader is not None,
+        "block_size": None if index is None else index.block_size,
+        "blocks": 0 if index is None else index.num_blocks,
+        "max_blocks": None if index is None else index.max_blocks,
+        "unread_prompts": dict(pool.unread_prompts),
+    }
 
 
 def _state(worker: Worker, now_s: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import structlog
@@ -112,6 +113,17 @@ class Fleet:
         parity = self.parities.get(worker.id)
         return worker.parity if parity is None else parity.value
 
+    def divergence_of(self, worker: Worker) -> dict[str, Any] | None:
+        """Return where a worker's tokens part from ours, as plain values; else None."""
+        parity = self.parities.get(worker.id)
+        found = None if parity is None else parity.divergence
+        return None if found is None else asdict(found)
+
+    def has_events(self, worker: Worker) -> bool:
+        """Whether a worker is configured to announce its blocks."""
+        config = self._configs.get(worker.id)
+        return config is not None and config.kv_events is not None
+
     def _add_pool(self, config: PoolConfig, settings: Settings) -> None:
         limits = settings.server.limits
         pool = Pool(
@@ -140,20 +152,7 @@ class Fleet:
     def _watch(self, pool: Pool, worker: Worker) -> None:
         upstream = worker.upstream
         assert upstream is not None, "a worker of the fleet has its connections"
-
-        def resume() -> None:
-            feed = self.feeds.get(worker.id)
-            if feed is not None:
-                feed.resume()
-
-        parity = self.parities[worker.id] = ParityCheck(
-            pool,
-            worker,
-            upstream,
-            resume=resume,
-            log_prompts=self._log_prompts,
-            clock=self._clock,
-        )
+        parity = self._add_parity(pool, worker, upstream)
 
         def new_epoch() -> None:
             log.info("worker_restarted", worker=worker.id)
@@ -175,6 +174,22 @@ class Fleet:
         watch = Watch(worker, upstream, on_epoch=new_epoch, on_alive=alive, clock=self._clock)
         self.watches[worker.id] = watch
         self._spawn(watch.run())
+
+    def _add_parity(self, pool: Pool, worker: Worker, upstream: Upstream) -> ParityCheck:
+        def resume() -> None:
+            feed = self.feeds.get(worker.id)
+            if feed is not None:
+                feed.resume()
+
+        parity = self.parities[worker.id] = ParityCheck(
+            pool,
+            worker,
+            upstream,
+            resume=resume,
+            log_prompts=self._log_prompts,
+            clock=self._clock,
+        )
+        return parity
 
     def _start_feeds(self, pool: Pool) -> None:
         """Follow the workers' events as soon as the pool has an index to put them into."""

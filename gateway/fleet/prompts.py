@@ -94,6 +94,7 @@ class PoolPrompts:
             template,
             model=self._pool.models[0],
             block_size=self._block_size,
+            engine=self._config.engine,
         )
         self._pool.use_prompts(reader, Index(self._block_size, self._max_blocks))
 

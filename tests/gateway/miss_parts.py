@@ -112,7 +112,7 @@ class Shop:
             tenant=tenant,
             request_id=request_id,
         )
-        plan = await self.routes.plan(self.pool, inbound)
+        plan = await self.routes.plan(self.pool, inbound, in_full=True)
         assert plan.prompt is not None, plan.unread
         ticket = self.routes.admit(plan, self.routes.choose(plan))
         held, cached = self.held[ticket.worker.id], 0

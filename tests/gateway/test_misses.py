@@ -309,11 +309,8 @@ async def test_more_than_can_be_compared_is_counted_not_queued() -> None:
     frozen = MissReport(clock=lambda: 0.0)
     served = await shop.serve(conversation(2))
     for n in range(BURST + 44):
-        plan = await shop.routes.plan(
-            shop.pool, (await shop.routes.plan(shop.pool, served.plan.inbound)).inbound
-        )
-        plan.inbound.body["messages"][-1]["content"] = f"{n} is a number of its own kind"
-        plan = await shop.routes.plan(shop.pool, plan.inbound)
+        served.plan.inbound.body["messages"][-1]["content"] = f"{n} is a number of its own kind"
+        plan = await shop.routes.plan(shop.pool, served.plan.inbound, in_full=True)
         frozen.observe(plan, served.ticket)
     await frozen.settled()
 
