@@ -89,7 +89,7 @@ def parse_body(body: bytes, surface: Surface) -> dict[str, Any]:
         InvalidRequest: If it is not a JSON object with a model and something to complete, or has a
             member twice that decides who is served and how.
     """
-    document = _parse(body)
+    document = parse_json(body)
     if not isinstance(document, dict):
         raise InvalidRequest("The body must be a JSON object.", code="invalid_json")
     _refuse_duplicates(body, document)
@@ -106,8 +106,12 @@ def parse_body(body: bytes, surface: Surface) -> dict[str, Any]:
     return document
 
 
-def _parse(body: bytes) -> Any:
-    """Parse JSON in UTF-8: no NaN, no lone surrogates, at most ``MAX_DEPTH`` levels."""
+def parse_json(body: bytes) -> Any:
+    """Parse JSON in UTF-8: no NaN, no lone surrogates, at most ``MAX_DEPTH`` levels.
+
+    Raises:
+        InvalidRequest: If it is anything else.
+    """
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -132,7 +136,7 @@ def _parse_huge(body: bytes) -> Any:
     clipped = _NUMBER_OR_STRING.sub(_clip, body)
     if clipped == body:
         raise InvalidRequest("The body has a number that is too large.", code="invalid_json")
-    return _parse(clipped)
+    return parse_json(clipped)
 
 
 def _clip(match: re.Match[bytes]) -> bytes:

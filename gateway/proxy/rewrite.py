@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from gateway.proxy.body import parse_json
 from gateway.routing.dispatch import MAX_INLINE_CHARS
 from prefix_index.blocks import usable_blocks
 from prefix_index.canonical import (
@@ -195,6 +196,7 @@ class Rewriter:
             tenant=inbound.tenant,
             memory=memory,
             keeps_system_first=lambda: self._keeps_system_first(pool.reader),
+            parse=parse_json,
         )
 
     def _keeps_system_first(self, reader: PromptReader | None) -> bool:
@@ -258,7 +260,7 @@ def _known_held_tokens(pool: Pool, inbound: Inbound) -> int | None:
             prompt = draft.complete()
             hashes = prompt.block_hashes[: usable_blocks(prompt.num_tokens, prompt.block_size)]
         else:
-            hashes = draft.known_hashes
+            hashes = draft.beginning().hashes
     except Exception:  # templates raise what they like
         return None
     return max((hit.total for hit in pool.index.match(hashes).values()), default=0)

@@ -77,6 +77,7 @@ def canonicalise(
     tenant: str,
     memory: FirstSeen,
     keeps_system_first: Callable[[], bool] = _unknown_template,
+    parse: Callable[[bytes], Mapping[str, Any]] = orjson.loads,
 ) -> Canonical:
     """Apply rules to a chat body.
 
@@ -88,6 +89,7 @@ def canonicalise(
         memory: First-seen forms; a new tool set is kept there.
         keeps_system_first: Whether the model's template prints the system text first and apart;
             asked only when ``volatile-tail`` is among the rules. Without that it is refused.
+        parse: Reads changed bytes, as ``body`` was read.
 
     Raises:
         ValueError: If a rule is unknown.
@@ -104,7 +106,7 @@ def canonicalise(
         rule, edits = _apply(name, body, raw, tenant, memory)
         if edits:
             raw = replace(raw, edits)
-            body = orjson.loads(raw)
+            body = parse(raw)
         applied.append(rule)
     return Canonical(raw, body, tuple(applied))
 
