@@ -6,18 +6,14 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from xxhash import xxh3_128_digest
-
+from prefix_index.anchors import TEXT_BLOCK_BYTES, text_chain
 from prefix_index.blocks import BlockHash, hash_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from prefix_index.anchors import Anchors
     from prefix_index.memo import Segment
-
-# Bytes of text per link of a text chain: 128 links of 0.2 us for a prompt of 128 KB, and two
-# prompts that share a document agree to within a paragraph.
-TEXT_BLOCK_BYTES = 1024
 
 
 @dataclass(slots=True)
@@ -67,6 +63,7 @@ class Learner(Protocol):
     """Who tokenizes a draft's unknown segments: the reader that made it."""
 
     block_size: int
+    anchors: Anchors
 
     def learn(
         self,
@@ -78,11 +75,32 @@ class Learner(Protocol):
         """Tokenize and remember the segments that follow ``before``."""
 
 
+@dataclass(slots=True)
+class Beginning:
+    """As much of a prompt as is known before its text is tokenized.
+
+    Attributes:
+        hashes: Full blocks; the last ones may belong to another prompt with the same beginning.
+        num_tokens: Tokens up to the text that is not covered.
+        rest_chars: Text that is not covered, about.
+        chain: Chain of the whole text.
+    """
+
+    hashes: list[BlockHash]
+    num_tokens: int
+    rest_chars: int
+    chain: list[bytes]
+
+
 class Draft:
-    """A prompt of which the known beginning is at hand and the rest is still text."""
+    """A prompt of which the known beginning is at hand and the rest is still text.
+
+    Used by one thread after the other: ``beginning`` before ``complete`` is started.
+    """
 
     __slots__ = (
-        *("_chain_keys", "_data", "_known", "_reader", "_root", "_suffix", "_text_keys", "_texts"),
+        *("_chain", "_chain_keys", "_data", "_known", "_reader", "_root", "_suffix"),
+        *("_text_keys", "_texts"),
     )
 
     def __init__(
@@ -105,36 +123,31 @@ class Draft:
         self._text_keys = text_keys
         self._suffix = suffix
         self._data = data
+        self._chain: list[bytes] | None = None
 
     @property
     def known_tokens(self) -> int:
-        """Tokens of the known beginning."""
+        """Tokens of the known segments."""
         return self._known[-1].num_tokens
-
-    @property
-    def known_hashes(self) -> list[BlockHash]:
-        """Hashes of the full blocks of the known beginning."""
-        hashes: list[BlockHash] = []
-        for segment in self._known:
-            hashes += segment.block_hashes
-        return hashes
 
     @property
     def unknown_chars(self) -> int:
         """Characters that ``complete`` has to tokenize."""
         return sum(map(len, self._texts))
 
-    def text_chain(self) -> list[bytes]:
-        """Return chained hashes of the text, one per ``TEXT_BLOCK_BYTES``; no tokens needed.
+    def beginning(self) -> Beginning:
+        """Find what is known, by segments and by blocks of text; ``complete`` will anchor the rest.
 
-        Prompts with this root agree in as many links as they share leading text.
+        For prompts with much unknown text: it costs 1 us per KB.
         """
-        link = self._root
-        chain = []
-        for start in range(0, len(self._data) - TEXT_BLOCK_BYTES + 1, TEXT_BLOCK_BYTES):
-            link = xxh3_128_digest(link + self._data[start : start + TEXT_BLOCK_BYTES])
-            chain.append(link)
-        return chain
+        self._chain = chain = text_chain(self._data, self._root)
+        hashes = _all_hashes(self._known)
+        anchored, num_links = self._reader.anchors.find(chain)
+        if len(anchored) <= len(hashes):
+            return Beginning(hashes, self.known_tokens, self.unknown_chars, chain)
+        rest_chars = len(self._data) - num_links * TEXT_BLOCK_BYTES
+        num_tokens = len(anchored) * self._reader.block_size
+        return Beginning(hashes + anchored[len(hashes) :], num_tokens, rest_chars, chain)
 
     def complete(self) -> Prompt:
         """Tokenize and hash what is unknown. May run in any thread; releases the GIL meanwhile."""
@@ -145,9 +158,9 @@ class Draft:
             )
         if self._suffix:
             segments = [*segments, segments[-1].extended(self._suffix, self._reader.block_size)]
-        hashes: list[BlockHash] = []
-        for segment in segments:
-            hashes += segment.block_hashes
+        hashes = _all_hashes(segments)
+        if self._chain:
+            self._anchor(self._chain, segments, hashes)
         return Prompt(
             segments[-1].num_tokens,
             hashes,
@@ -155,3 +168,19 @@ class Draft:
             self._root,
             [segment.ids for segment in segments if segment.ids],
         )
+
+    def _anchor(self, chain: list[bytes], segments: list[Segment], hashes: list[BlockHash]) -> None:
+        at = len(self._data) - sum(len(text.encode()) for text in self._texts)
+        # Up to the end of what was known, then segment by segment.
+        ends = [(at, self._known[-1].num_tokens)]
+        for text, segment in zip(self._texts, segments[len(self._known) :], strict=False):
+            at += len(text.encode())
+            ends.append((at, segment.num_tokens))
+        self._reader.anchors.add(chain, hashes, ends, self._reader.block_size)
+
+
+def _all_hashes(segments: Sequence[Segment]) -> list[BlockHash]:
+    hashes: list[BlockHash] = []
+    for segment in segments:
+        hashes += segment.block_hashes
+    return hashes

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 MAX_MEMO_BYTES = 256 * 2**20
 # What an entry takes beside its arrays, measured (CPython 3.11): its key, its place in an ordered
 # map, the objects' own headers.
-_TEXT_ENTRY_BYTES = 320
+TEXT_ENTRY_BYTES = 320
 _CHAIN_ENTRY_BYTES = 560
 # A token id, and a block hash as an object in a list.
 _TOKEN_BYTES = 4
-_HASH_BYTES = 64
+HASH_BYTES = 64
 
 Key = bytes
 
@@ -83,7 +83,7 @@ _NO_IDS: array[int] = array("I")
 _Entry = TypeVar("_Entry")
 
 
-class _Lru(Generic[_Entry]):
+class Lru(Generic[_Entry]):
     """Entries bounded by their bytes. Not thread safe by itself.
 
     Attributes:
@@ -133,8 +133,8 @@ class SegmentMemo:
 
     def __init__(self, max_bytes: int = MAX_MEMO_BYTES) -> None:
         self._lock = threading.Lock()
-        self._chains: _Lru[Segment] = _Lru(max_bytes // 2, _chain_bytes)
-        self._texts: _Lru[array[int]] = _Lru(max_bytes // 2, _text_bytes)
+        self._chains: Lru[Segment] = Lru(max_bytes // 2, _chain_bytes)
+        self._texts: Lru[array[int]] = Lru(max_bytes // 2, _text_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -178,9 +178,9 @@ class SegmentMemo:
 
 
 def _chain_bytes(segment: Segment) -> int:
-    hashes = len(segment.block_hashes) * _HASH_BYTES
+    hashes = len(segment.block_hashes) * HASH_BYTES
     return _CHAIN_ENTRY_BYTES + hashes + (len(segment.ids) + len(segment.tail)) * _TOKEN_BYTES
 
 
 def _text_bytes(ids: array[int]) -> int:
-    return _TEXT_ENTRY_BYTES + len(ids) * _TOKEN_BYTES
+    return TEXT_ENTRY_BYTES + len(ids) * _TOKEN_BYTES

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Draft", "Prompt", "PromptReader"]
 
-# The part of the memory (1 / this) that keeps long texts' blocks for prompts sharing half a message.
+# One part in so many of the memory is for the blocks of long texts, whatever message they are in.
 ANCHOR_SHARE = 8
 
 

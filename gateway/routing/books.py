@@ -101,9 +101,9 @@ class Books:
         """Requests past their first token."""
         return self.in_flight - self._num_queued
 
-    def new_tokens(self, hashes: Sequence[BlockHash]) -> int:
-        """Full-block tokens of a prompt from the first block that is not active on."""
-        return (len(hashes) - self._blocks.common_blocks(hashes)) * self.block_size
+    def common_tokens(self, hashes: Sequence[BlockHash]) -> int:
+        """Leading full-block tokens of a prompt that are active already."""
+        return self._blocks.common_blocks(hashes) * self.block_size
 
     def overdue_s(self, now_s: float) -> float:
         """How late the first token is that was routed first of those still missing, else 0.
@@ -161,6 +161,33 @@ class Books:
         self.context_tokens += prompt_tokens + OUTPUT_ALLOWANCE_TOKENS
         self._kv_tail_tokens += tail
         return charge
+
+    def correct(
+        self, charge: Charge, *, prompt_tokens: int, hashes: Sequence[BlockHash] = ()
+    ) -> None:
+        """Replace what was estimated about a request's prompt, once its tokens are known.
+
+        Args:
+            charge: Its entry; nothing happens after ``finish``.
+            prompt_tokens: Exact prompt length.
+            hashes: All full blocks of the prompt.
+        """
+        if charge.is_finished:
+            return
+        grown = prompt_tokens - charge.prompt_tokens
+        self._blocks.release(charge.run)
+        charge.run = self._blocks.add(hashes)
+        tail = prompt_tokens - len(hashes) * self.block_size + OUTPUT_ALLOWANCE_TOKENS
+        self._kv_tail_tokens += tail - charge.kv_tokens
+        charge.kv_tokens = tail
+        self.context_tokens += grown
+        charge.prompt_tokens = prompt_tokens
+        if charge.is_queued:
+            uncached = max(1, charge.uncached_tokens + grown)
+            prefill_s = charge.prefill_s * uncached / charge.uncached_tokens
+            self.queued_tokens += uncached - charge.uncached_tokens
+            self.queued_s += prefill_s - charge.prefill_s
+            charge.uncached_tokens, charge.prefill_s = uncached, prefill_s
 
     def first_token(self, charge: Charge, now_s: float) -> None:
         """Move a request from queued to decoding; a second call changes nothing."""

@@ -8,45 +8,39 @@ from typing import TYPE_CHECKING
 from gateway.routing.choose import RouteInput
 from gateway.routing.cost import EVICTION_FILL, MEMORY_FILL, OUTPUT_ALLOWANCE_TOKENS, Candidate
 from gateway.routing.learner import slowest
+from prefix_index.blocks import usable_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
-    from gateway.routing.pool import Pool, Worker
+    from gateway.routing.plan import Plan
+    from gateway.routing.pool import Worker
     from prefix_index.blocks import BlockHash
     from prefix_index.index import Index
 
 
-def route_input(
-    pool: Pool,
-    *,
-    now_s: float,
-    prompt_tokens: int,
-    hashes: Sequence[BlockHash] | None,
-    ring_key: Callable[[], str],
-    exclude: Collection[str] = (),
-) -> RouteInput:
+def route_input(plan: Plan, now_s: float, exclude: Collection[str] = ()) -> RouteInput:
     """Collect what a choice depends on. Reads only, except for lazily forgotten LRU entries.
 
     Args:
-        pool: The pool.
+        plan: The request.
         now_s: Decision time (monotonic).
-        prompt_tokens: Prompt length, exact or estimated.
-        hashes: Block hashes of the part that can be a hit; None when the prompt is unreadable.
-        ring_key: Gives the affinity key on the ring; called only where the ring matters.
         exclude: Workers that may not be chosen, because an attempt failed there.
     """
+    pool, hashes, prompt_tokens = plan.pool, plan.hashes, plan.num_tokens
     index = pool.index
     hits = index.match(hashes) if index is not None and hashes else {}
-    credit = pool.pending.credit(hashes) if hashes else {}
+    credit = _credit(plan)
+    # Equal to the blocks in ``hashes`` where all of them are known.
+    num_blocks = 0 if hashes is None else usable_blocks(prompt_tokens, pool.block_size)
     candidates = []
     longest = 0
     for worker_id, worker in pool.workers.items():
-        c = _candidate(worker, now_s, hashes or ())
+        c = _candidate(worker, now_s, hashes or (), num_blocks)
         if pool.is_readable(worker):
             c.source = worker.mode
             if credit:
-                c.pending_tokens = credit.get(worker_id, 0) * pool.block_size
+                c.pending_tokens = credit.get(worker_id, 0)
             hit = hits.get(worker_id)
             if hit is not None:
                 c.hit_gpu, c.hit_cpu, c.hit_disk, c.hit_remote = hit
@@ -63,25 +57,43 @@ def route_input(
     request.output_tokens = pool.output_length.mean_tokens
     if pool.is_strict or hashes is None or index is None:
         request.mode = "strict" if pool.is_strict else "text"
-        request.ring = pool.ring.order(ring_key())
+        request.ring = pool.ring.order(plan.key.ring_key)
     # A home matters only for blocks that can be cached, while nobody holds a quarter of the
     # prompt; choose() tests the latter again.
-    elif hashes and 4 * longest < prompt_tokens:
-        request.home = pool.ring.home(ring_key(), pool.set_size)
+    elif num_blocks and 4 * longest < prompt_tokens:
+        request.home = plan.home
     return request
 
 
-def _candidate(worker: Worker, now_s: float, hashes: Sequence[BlockHash]) -> Candidate:
+def _credit(plan: Plan) -> dict[str, int]:
+    """Return worker -> leading tokens of the prompt that a cold sibling there is computing."""
+    pool, hashes, chain = plan.pool, plan.hashes, plan.text_chain
+    if not pool.pending or not hashes:
+        tokens = {}
+    else:
+        blocks = pool.pending.credit(hashes)
+        tokens = {worker: count * pool.block_size for worker, count in blocks.items()}
+    if chain and pool.pending_texts:
+        # A link stands for its share of the prompt, the rest behind the last one for nothing.
+        link_tokens = plan.num_tokens / (len(chain) + 1)
+        for worker, links in pool.pending_texts.credit(chain).items():
+            tokens[worker] = max(tokens.get(worker, 0), int(links * link_tokens))
+    return tokens
+
+
+def _candidate(
+    worker: Worker, now_s: float, hashes: Sequence[BlockHash], num_blocks: int
+) -> Candidate:
     """Read the books and the health of one worker."""
     books, health = worker.books, worker.health
     capacity_tokens, active_tokens = worker.capacity_tokens, books.active_tokens
     # Blocks shared with requests in flight matter only where memory is short.
-    new_tokens = len(hashes) * books.block_size
+    new_tokens = num_blocks * books.block_size
     if (
         capacity_tokens
         and active_tokens + new_tokens + OUTPUT_ALLOWANCE_TOKENS > MEMORY_FILL * capacity_tokens
     ):
-        new_tokens = books.new_tokens(hashes)
+        new_tokens -= books.common_tokens(hashes)
     # By position, in the order of the fields: names would be half of the time spent here.
     return Candidate(
         worker.id, True, "ok", "text", 0, 0, 0, 0, 0,

@@ -1,5 +1,7 @@
 """Cold prompts being prefilled right now, so that siblings of a burst do not repeat the work.
 
+A chain is a prompt's block hashes, or its text's where its tokens are still on their way.
+
 A request whose prompt no worker holds becomes a leader: until its first token, failure or cancel,
 requests with the same beginning are credited with it on the leader's worker. This never enters the
 index and is never published: predictions that outlive their request herd onto the first holder.
@@ -39,6 +41,9 @@ class Pending:
     def __init__(self) -> None:
         # By first block: prompts that differ there have nothing in common.
         self._leaders: dict[BlockHash, dict[Leader, None]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._leaders)
 
     def __len__(self) -> int:
         return sum(map(len, self._leaders.values()))

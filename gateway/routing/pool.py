@@ -6,6 +6,7 @@ the ring, and the cold prompts being computed. Everything here runs on one event
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -20,7 +21,7 @@ from gateway.routing.ring import Ring
 from prefix_index.residency import Residency
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from gateway.upstream.client import Upstream
     from prefix_index.index import Index
@@ -35,6 +36,8 @@ DEFAULT_BLOCK_SIZE = 16
 DEFAULT_CAPACITY_TOKENS = 131_072
 # Consecutive prompts whose token count differs from the worker's until its hits are not believed.
 MAX_DIVERGED = 3
+# How long one prompt that was held though never read here speaks for others: a session's length.
+UNREAD_TEXT_S = 300.0
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +104,8 @@ class Pool:
         is_strict: Route by the ring only, for engines whose cache cannot be seen.
         reader: Prompt reader; None = no tokenizer, the pool routes by text.
         index: Who holds which prefix; None as long as there is no reader.
+        workers: Its first workers.
+        clock_unix: Seconds since 1970, the clock of the workers' epochs.
     """
 
     def __init__(
@@ -116,6 +121,7 @@ class Pool:
         reader: PromptReader | None = None,
         index: Index | None = None,
         workers: Iterable[Worker] = (),
+        clock_unix: Callable[[], float] = time.time,
     ) -> None:
         self.name = name
         self.models = tuple(models)
@@ -127,12 +133,19 @@ class Pool:
         self.workers: dict[str, Worker] = {}
         self.ring = Ring()
         self.pending = Pending()
+        # Likewise for prompts whose tokens are still on their way, by their text.
+        self.pending_texts = Pending()
+        # Running mean over prompts; English text and code in common vocabularies.
+        self.chars_per_token = 4.0
         self.output_length = OutputLength()
         # Prompts that could not be read, by exception name: each was routed by text.
         self.unread_prompts: Counter[str] = Counter()
         self.reader: PromptReader | None = None
         self.index: Index | None = None
         self._residencies: dict[str, Residency] = {}
+        self._clock_unix = clock_unix
+        self._reading_since_s = clock_unix()
+        self._unread_text_seen_s = float("-inf")
         if reader is not None and index is not None:
             self.use_prompts(reader, index)
         for worker in workers:
@@ -147,6 +160,7 @@ class Pool:
         """Read prompts from here on; call it once tokenizer and block size are known."""
         self.reader = reader
         self.index = index
+        self._reading_since_s = self._clock_unix()
         self._residencies.clear()
         for worker in self.workers.values():
             self._fit_block_size(worker)
@@ -212,6 +226,27 @@ class Pool:
         if worker.mode == "text" or worker.is_diverged:
             return False
         return worker.block_size is None or worker.block_size == self.block_size
+
+    def may_hold_unread_text(self, now_s: float) -> bool:
+        """Whether workers may hold text that this process never read, or has forgotten.
+
+        So it is while workers tell of blocks from before this process began to read, after the
+        memory of text overflowed, and for a while after a worker was found to hold such text.
+        """
+        if now_s - self._unread_text_seen_s < UNREAD_TEXT_S:
+            return True
+        if self.reader is None or self.index is None or not self.index.num_blocks:
+            return False
+        return self.reader.has_forgotten or any(
+            worker.mode == "exact"
+            and (worker.epoch is None or worker.epoch < self._reading_since_s)
+            and any(self.index.blocks_by_tier(worker.id).values())
+            for worker in self.workers.values()
+        )
+
+    def saw_unread_text(self, now_s: float) -> None:
+        """Note that a worker held text which this process had not read."""
+        self._unread_text_seen_s = now_s
 
     def _fit_block_size(self, worker: Worker) -> None:
         worker.books.block_size = self.block_size

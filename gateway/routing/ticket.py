@@ -6,17 +6,22 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from gateway.routing.active import common_until
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gateway.routing.choose import Decision
-    from gateway.routing.dispatch import Plan
-    from gateway.routing.pending import Leader
+    from gateway.routing.pending import Leader, Pending
+    from gateway.routing.plan import Plan
     from gateway.routing.pool import Worker
     from prefix_index.blocks import BlockHash
+    from prefix_index.draft import Prompt
 
 # Share of a decode's time that other requests' prefills may take for its gaps to be believed.
 MAX_PREFILL_SHARE = 0.2
+# Cached tokens beyond the predicted ones that cannot be an unaligned end.
+SURPRISE_TOKENS = 64
 
 
 class Outcome(StrEnum):
@@ -69,16 +74,17 @@ class Ticket:
         "_charge",
         "_clock",
         "_decode_start",
+        "_epoch",
+        "_finished",
         "_first_token_s",
-        "_hashes",
+        "_guess",
+        "_indexed_tokens",
         "_is_first_attempt",
         "_is_stream",
         "_is_trial",
-        "_leader",
+        "_leads",
         "_on_finish",
         "_plan",
-        "_pool",
-        "_prompt",
         "decision",
         "observed_hit_tokens",
         "outcome",
@@ -104,17 +110,23 @@ class Ticket:
         self.ttft_s: float | None = None
         self.outcome: Outcome | None = None
         self._plan = plan
-        self._on_finish = on_finish
-        self._pool = plan.pool
         self._clock = clock
-        self._prompt = plan.prompt
-        self._hashes: Sequence[BlockHash] = plan.hashes or ()
+        self._on_finish = on_finish
         self._is_stream = plan.inbound.body.get("stream") is True
         self._is_first_attempt = plan.attempts == 1
+        self._epoch = worker.epoch
         self._first_token_s: float | None = None
         # Context tokens, requests and completed prefill seconds when the decode began.
         self._decode_start = (0, 0, 0.0)
+        # When it ended and what was reported, while the prompt's tokens are still on their way.
+        self._finished: tuple[float, Usage | None] | None = None
+        self._leads: list[tuple[Pending, Leader]] = []
+        # What the index was asked with, and what it answered for this worker.
+        self._guess = plan.hashes or ()
+        self._indexed_tokens = decision.input.candidates[decision.position].hit_tokens
         self._charge_books()
+        if plan.is_behind:
+            plan.when_settled(self._settled)
 
     def first_token(self) -> None:
         """Note the first token: the prefill is over and its blocks are in the worker's cache."""
@@ -127,7 +139,7 @@ class Ticket:
         books = self.worker.books
         books.first_token(self._charge, now_s)
         self._decode_start = (books.context_tokens, books.in_flight, books.prefilled_s)
-        self._end_lead()
+        self._end_leads()
         self.worker.health.alive(now_s)
         self._touch()
 
@@ -147,16 +159,19 @@ class Ticket:
         if outcome is Outcome.OK and usage is not None:
             self._observe(now_s, usage)
         self.worker.books.finish(self._charge)
-        self._end_lead()
+        self._end_leads()
         self._judge(now_s, outcome)
-        if self._on_finish is not None:
+        if self._plan.is_behind:
+            self._finished = now_s, usage
+        elif self._on_finish is not None:
             self._on_finish(self._plan, self)
 
     def _charge_books(self) -> None:
-        pool, worker, decision = self._pool, self.worker, self.decision
+        plan, worker, decision = self._plan, self.worker, self.decision
         now_s = self._clock()
         estimate = decision.estimate()
         seen = self._is_stream and decision.ttft_s is not None
+        hashes = plan.hashes or ()
         self._charge = worker.books.charge(
             now_s,
             prompt_tokens=decision.input.prompt_tokens,
@@ -165,24 +180,66 @@ class Ticket:
             restore_s=estimate.restore_link_s,
             # Answers that are not streamed show no first token, so they cannot be late.
             due_s=now_s + self.predicted_ttft_s if seen else None,
-            hashes=self._prompt.block_hashes if self._prompt is not None else (),
+            hashes=hashes if plan.prompt is None else plan.prompt.block_hashes,
         )
-        worker.mirror.touch(self._hashes, now_s)
+        worker.mirror.touch(hashes, now_s)
         self._is_trial = worker.health.routed()
-        self._leader: Leader | None = (
-            pool.pending.lead(worker.id, self._hashes) if decision.cold else None
-        )
+        if decision.cold:
+            if plan.prompt is not None:
+                self._lead(plan.pool.pending, hashes)
+            if plan.text_chain:
+                self._lead(plan.pool.pending_texts, plan.text_chain)
 
-    def _end_lead(self) -> None:
-        if self._leader is not None:
-            self._pool.pending.end(self._leader)
-            self._leader = None
+    def _lead(self, pending: Pending, chain: Sequence[BlockHash]) -> None:
+        leader = pending.lead(self.worker.id, chain)
+        if leader is not None:
+            self._leads.append((pending, leader))
+
+    def _end_leads(self) -> None:
+        while self._leads:
+            pending, leader = self._leads.pop()
+            pending.end(leader)
 
     def _touch(self) -> None:
         """Tell the residency model of a worker without events what it holds from here on."""
-        residency = self._pool.residency(self.worker) if self._prompt is not None else None
-        if residency is not None and self._prompt is not None:
-            residency.touch(self._prompt.block_hashes, self._prompt.root)
+        prompt = self._plan.prompt
+        residency = None if prompt is None else self._plan.pool.residency(self.worker)
+        if residency is not None and prompt is not None:
+            residency.touch(prompt.block_hashes, prompt.root)
+
+    def _settled(self) -> None:
+        """Take over the prompt's tokens, which came behind the request; maybe after its end."""
+        plan, prompt = self._plan, self._plan.prompt
+        if prompt is not None:
+            self._take_over(prompt)
+        if self._finished is None:
+            return
+        finished_s, usage = self._finished
+        if self.outcome is Outcome.OK and usage is not None:
+            self._observe_prompt(finished_s, usage)
+        if self._on_finish is not None:
+            self._on_finish(plan, self)
+
+    def _take_over(self, prompt: Prompt) -> None:
+        plan, worker = self._plan, self.worker
+        hashes = plan.hashes or ()
+        # The end of the guessed beginning may have been another prompt's.
+        end = min(len(hashes), len(self._guess))
+        true_tokens = common_until(self._guess, hashes, 0, end) * prompt.block_size
+        if self.predicted_hit_tokens == self._indexed_tokens:
+            self.predicted_hit_tokens = min(self.predicted_hit_tokens, true_tokens)
+        self._indexed_tokens = min(self._indexed_tokens, true_tokens)
+        worker.books.correct(
+            self._charge, prompt_tokens=prompt.num_tokens, hashes=prompt.block_hashes
+        )
+        is_same = plan.pool.workers.get(worker.id) is worker and worker.epoch == self._epoch
+        if is_same:  # else what it computed is gone
+            worker.mirror.touch(hashes, self._clock())
+        if self._first_token_s is None:
+            if self.outcome is None and self.decision.cold:
+                self._lead(plan.pool.pending, hashes)
+        elif is_same:
+            self._touch()
 
     def _judge(self, now_s: float, outcome: Outcome) -> None:
         health = self.worker.health
@@ -195,10 +252,24 @@ class Ticket:
 
     def _observe(self, now_s: float, usage: Usage) -> None:
         """Compare predictions with what the worker reported, and learn from both."""
-        worker, prompt = self.worker, self._prompt
+        worker, plan = self.worker, self._plan
         self.observed_hit_tokens = usage.cached_tokens
         if usage.cached_tokens:
             worker.reports_cached = True
+        if not _is_comparable(plan.inbound.body):
+            return
+        if (
+            plan.text_chain
+            and (usage.cached_tokens or 0) > self.predicted_hit_tokens + SURPRISE_TOKENS
+        ):
+            plan.pool.saw_unread_text(now_s)
+        if not plan.is_behind:
+            self._observe_prompt(now_s, usage)
+        self._learn_decode(now_s, usage)
+
+    def _observe_prompt(self, now_s: float, usage: Usage) -> None:
+        """Do the part of it that needs the prompt's tokens."""
+        worker, prompt = self.worker, self._plan.prompt
         if not _is_comparable(self._plan.inbound.body):
             return
         if prompt is not None and usage.prompt_tokens is not None:
@@ -206,28 +277,25 @@ class Ticket:
         if worker.parity != 0:
             self._correct_index(usage.cached_tokens)
             self._learn_prefill(now_s, usage)
-        self._learn_decode(now_s, usage)
 
     def _correct_index(self, cached_tokens: int | None) -> None:
         """Shorten the chain of a worker that held less than the index said."""
-        index = self._pool.index
-        if index is None or cached_tokens is None or not self.worker.reports_cached:
+        pool = self._plan.pool
+        if pool.index is None or cached_tokens is None or not self.worker.reports_cached:
             return
-        decision = self.decision
-        indexed = decision.input.candidates[decision.position].hit_tokens
-        if cached_tokens < indexed:
-            num_blocks = cached_tokens // self._pool.block_size
-            index.shorten(self.worker.id, self._hashes, num_blocks)
+        if cached_tokens < self._indexed_tokens:
+            num_blocks = cached_tokens // pool.block_size
+            pool.index.shorten(self.worker.id, self._plan.hashes or (), num_blocks)
 
     def _learn_prefill(self, now_s: float, usage: Usage) -> None:
-        prompt = self._prompt
+        prompt = self._plan.prompt
         if prompt is None or not self._is_first_attempt or not self._charge.found_idle:
             return
         cached = usage.cached_tokens
         predicted = self.predicted_hit_tokens
         if cached is None and predicted:
             return
-        if cached is not None and abs(cached - predicted) > self._pool.block_size:
+        if cached is not None and abs(cached - predicted) > self._plan.pool.block_size:
             return
         ttft_s = self.ttft_s
         if ttft_s is None and not self._is_stream and (usage.completion_tokens or 2) <= 1:
@@ -242,7 +310,7 @@ class Ticket:
     def _learn_decode(self, now_s: float, usage: Usage) -> None:
         if usage.completion_tokens is None:
             return
-        self._pool.output_length.observe(usage.completion_tokens)
+        self._plan.pool.output_length.observe(usage.completion_tokens)
         if not self._is_stream or self._first_token_s is None:
             return
         books = self.worker.books

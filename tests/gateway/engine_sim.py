@@ -16,6 +16,7 @@ from gateway.routing.cost import CostModel
 from gateway.routing.dispatch import Dispatcher, Outcome, Plan, Ticket, Usage
 from gateway.routing.pool import Pool
 from prefix_index.blocks import BlockHash, usable_blocks
+from prefix_index.prompts import Prompt
 from tests.gateway.routing_parts import BLOCK, Clock
 
 
@@ -87,6 +88,13 @@ class Fleet:
             if queued and not engine.running and not engine.waiting:
                 engine.idle_while_queue_elsewhere_s += passed_s
 
+    def _prompt(self, plan: Plan) -> Prompt:
+        """Read a prompt as an engine does, whether or not the gateway has its tokens yet."""
+        if plan.prompt is not None:
+            return plan.prompt
+        assert self.pool.reader is not None
+        return self.pool.reader.chat(plan.inbound.body).complete()
+
     def _advance(self, worker_id: str) -> None:
         engine = self.engines[worker_id]
         if engine.prefilling or not engine.waiting or engine.running >= self._slots:
@@ -94,8 +102,7 @@ class Fleet:
         job = engine.waiting.popleft()
         engine.prefilling = True
         engine.running += 1
-        prompt = job.plan.prompt
-        assert prompt is not None
+        prompt = self._prompt(job.plan)
         held = 0
         usable = usable_blocks(prompt.num_tokens, BLOCK)
         while held < usable and prompt.block_hashes[held] in engine.blocks:
@@ -107,8 +114,7 @@ class Fleet:
 
     def _first_token(self, worker_id: str, job: Job, cached: int) -> None:
         engine = self.engines[worker_id]
-        prompt, index = job.plan.prompt, self.pool.index
-        assert prompt is not None
+        prompt, index = self._prompt(job.plan), self.pool.index
         assert index is not None
         parent = prompt.root
         for block in prompt.block_hashes:
@@ -125,6 +131,6 @@ class Fleet:
         engine = self.engines[worker_id]
         engine.running -= 1
         engine.served += 1
-        job.ticket.finish(Outcome.OK, Usage(job.plan.num_tokens, 100, cached))
+        job.ticket.finish(Outcome.OK, Usage(self._prompt(job.plan).num_tokens, 100, cached))
         self._advance(worker_id)
         job.done()

@@ -394,7 +394,7 @@ async def test_whatever_reading_a_prompt_raises_the_request_is_routed(
 
     monkeypatch.setattr(pool.reader, "learn", broken)
     for text in ("short", "long " * 1000):
-        plan = await routes.plan(pool, chat(text))
+        plan = await routes.plan(pool, chat(text), in_full=True)
         assert plan.unread == "RuntimeError"
         assert routes.choose(plan).worker is not None
     assert pool.unread_prompts == {"RuntimeError": 2}
@@ -502,7 +502,7 @@ async def test_a_long_decode_teaches_the_step_and_the_mean_length() -> None:
 async def test_cancelling_a_plan_while_it_reads_leaves_nothing_behind() -> None:
     pool, clock = make_pool(1), Clock()
     routes = dispatcher(pool, clock)
-    task = asyncio.ensure_future(routes.plan(pool, chat("long and new " * 5000)))
+    task = asyncio.ensure_future(routes.plan(pool, chat("long and new " * 5000), in_full=True))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

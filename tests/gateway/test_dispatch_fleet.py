@@ -35,7 +35,7 @@ def fleet(
 
 
 async def plans(routes: Dispatcher, pool: Pool, texts: list[str], system: str = "") -> list[Plan]:
-    return [await routes.plan(pool, chat(text, system=system)) for text in texts]
+    return [await routes.plan(pool, chat(text, system=system), in_full=True) for text in texts]
 
 
 @pytest.mark.parametrize("model", SPEEDS)
@@ -139,7 +139,7 @@ async def test_a_conversation_stays_where_it_is_and_predictions_hold() -> None:
     workers, misses = set(), []
     for turn in range(8):
         history += f" turn {turn} " + "x" * 200
-        plan = await routes.plan(pool, chat(history))
+        plan = await routes.plan(pool, chat(history), in_full=True)
         ticket = sim.send(plan)
         sim.run()
         workers.add(ticket.worker.id)

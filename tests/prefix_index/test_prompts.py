@@ -62,7 +62,7 @@ messages = st.lists(
 @pytest.fixture(scope="session")
 def shared_reader(tokenizer: PromptTokenizer, template: ChatTemplate) -> PromptReader:
     """A reader that knows more and more, and forgets, as tests go on."""
-    return PromptReader(tokenizer, template, model="m", block_size=B, max_memo_tokens=4000)
+    return PromptReader(tokenizer, template, model="m", block_size=B, max_memo_bytes=40_000)
 
 
 @pytest.fixture
@@ -205,12 +205,12 @@ def test_salts_and_adapters_have_their_own_blocks_and_tenants_share_no_known_tex
 def test_the_memo_is_bounded_and_forgets_the_ends_of_old_prompts_first(
     tokenizer: PromptTokenizer, template: ChatTemplate
 ) -> None:
-    reader = PromptReader(tokenizer, template, model="m", block_size=B, max_memo_tokens=4000)
+    reader = PromptReader(tokenizer, template, model="m", block_size=B, max_memo_bytes=40_000)
     system = numbered(1)[0]
     for at in range(40):
         reader.chat(chat(system, f"Question {at}? " + "why " * 150)).complete()
 
-        assert reader._memo.num_tokens <= 4000
+        assert reader._memo.num_bytes <= 40_000
 
     latest = reader.chat(chat(system, "Question 39? " + "why " * 150))
     oldest = reader.chat(chat(system, "Question 0? " + "why " * 150))
@@ -223,7 +223,7 @@ def test_the_memo_is_bounded_and_forgets_the_ends_of_old_prompts_first(
 def test_threads_may_complete_drafts_of_one_reader_at_once(
     tokenizer: PromptTokenizer, template: ChatTemplate
 ) -> None:
-    reader = PromptReader(tokenizer, template, model="m", block_size=B, max_memo_tokens=3000)
+    reader = PromptReader(tokenizer, template, model="m", block_size=B, max_memo_bytes=30_000)
     bodies = [chat("shared " * 50, f"{at % 7} " * 40, f"{at % 3} answer " * 20) for at in range(60)]
     expected = [tokenizer.encode(template.render(body["messages"])) for body in bodies]
     with ThreadPoolExecutor(8) as pool:

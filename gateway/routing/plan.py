@@ -1,0 +1,116 @@
+"""What is known about a request before a worker is chosen, and what comes to be known later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from gateway.routing.affinity import affinity_key
+from prefix_index.blocks import usable_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from gateway.routing.affinity import AffinityKey
+    from gateway.routing.pool import Pool
+    from prefix_index.blocks import BlockHash
+    from prefix_index.draft import Prompt
+
+
+@dataclass(slots=True)
+class Inbound:
+    """A client's request, as far as routing reads it.
+
+    Attributes:
+        surface: Which API it came by.
+        body: Parsed body, as it will be forwarded.
+        headers: Header names in lower case -> values.
+        model: Model name the client asked for.
+        tenant: Tenant name; empty when there are none.
+        request_id: For logs and explain.
+    """
+
+    surface: Literal["chat", "completions"]
+    body: dict[str, Any]
+    headers: Mapping[str, str]
+    model: str
+    tenant: str = ""
+    request_id: str = ""
+
+
+@dataclass(slots=True)
+class Plan:
+    """A request as read.
+
+    Attributes:
+        pool: Where it may go.
+        inbound: The request.
+        num_tokens: Prompt tokens, exact if ``prompt`` is there, else estimated.
+        prompt: The prompt as the engine will see it; None when it could not be read, or not yet.
+        hashes: Block hashes of the part that can be a hit, as far as they are known; None when the
+            prompt could not be read.
+        unread: Why the prompt could not be read; empty when it was, or still may be.
+        text_chain: Chained hashes of the text of a prompt with much unknown text.
+        is_behind: Whether the tokens are still on their way.
+        attempts: How often it was admitted to a worker.
+    """
+
+    pool: Pool
+    inbound: Inbound
+    num_tokens: int
+    prompt: Prompt | None = None
+    hashes: Sequence[BlockHash] | None = None
+    unread: str = ""
+    text_chain: Sequence[bytes] = ()
+    is_behind: bool = False
+    attempts: int = 0
+    _key: AffinityKey | None = field(default=None, repr=False)
+    _on_settled: list[Callable[[], None]] | None = field(default=None, repr=False)
+
+    @property
+    def tokens(self) -> Literal["exact", "estimated"]:
+        """Whether ``num_tokens`` is the engine's count."""
+        return "estimated" if self.prompt is None else "exact"
+
+    @property
+    def key(self) -> AffinityKey:
+        """The request's affinity key; found when first asked for, since warm prompts need none."""
+        if self._key is None:
+            inbound = self.inbound
+            self._key = affinity_key(
+                inbound.body,
+                inbound.headers,
+                tenant=inbound.tenant,
+                kinds=self.pool.affinity_keys,
+            )
+        return self._key
+
+    @property
+    def home(self) -> list[str]:
+        """The key's home workers."""
+        return self.pool.ring.home(self.key.ring_key, self.pool.set_size)
+
+    def when_settled(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once the tokens are there, or will never be."""
+        if self._on_settled is None:
+            self._on_settled = []
+        self._on_settled.append(call)
+
+    def settle(self, prompt: Prompt | None, unread: str = "") -> None:
+        """Take the tokens that came behind the request; None if they cannot be had."""
+        self.is_behind = False
+        if prompt is None:
+            self.unread = unread
+        else:
+            self.take(prompt)
+        for call in self._on_settled or ():
+            call()
+        self._on_settled = None
+
+    def take(self, prompt: Prompt) -> None:
+        """Write down the tokens."""
+        usable = usable_blocks(prompt.num_tokens, prompt.block_size)
+        hashes = prompt.block_hashes
+        self.prompt = prompt
+        self.num_tokens = prompt.num_tokens
+        self.hashes = hashes if len(hashes) <= usable else hashes[:usable]
