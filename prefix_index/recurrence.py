@@ -34,7 +34,9 @@ _MIN_CHUNK_CHARS = 160
 _MAX_CHUNK_CHARS = 640
 # Only so much of one text is cut finely; what follows is one chunk.
 _MAX_CHUNKED_CHARS = 131_072
-_BREAK = re.compile(r"\n{1,8}|[.!?] |</\w{1,24}>")
+# Marked documents are chunks of their own, so that each is found whole.
+_MARKS = "(?:doc|document|source|passage|chunk|context)"
+_BREAK = re.compile(rf"\n{{1,8}}|[.!?] |(?P<mark></{_MARKS}>\s?|(?=<{_MARKS}[ _>-]))")
 # No digest is negative, and hash() never returns -1.
 _SEVERAL = -1
 
@@ -260,11 +262,11 @@ def chunk_ends(text: str) -> list[int]:
         if end >= len(text):
             break
         num_chars = end - start
-        is_last_line = end == last_line
-        if num_chars < _MIN_CHUNK_CHARS and not is_last_line:
+        is_border = end == last_line or match["mark"] is not None
+        if not num_chars or (num_chars < _MIN_CHUNK_CHARS and not is_border):
             continue
         sample = text[end - 24 : end].encode("utf-8", "surrogatepass")
-        if is_last_line or num_chars >= _MAX_CHUNK_CHARS or zlib.crc32(sample) & 1:
+        if is_border or num_chars >= _MAX_CHUNK_CHARS or zlib.crc32(sample) & 1:
             ends.append(end)
             start = end
     if last_line > _MAX_CHUNKED_CHARS:

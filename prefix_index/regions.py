@@ -174,20 +174,23 @@ def _marked_end(content: Any) -> int:
 
 
 def _recurring(text: str, runs: Sequence[Run], *, is_system: bool) -> list[tuple[int, int]]:
-    """Return large recurring text; of instructions only what is marked as a document."""
+    """Return large recurring text and marked documents; of instructions the latter alone."""
     spans: list[tuple[int, int]] = []
     for run in runs:
         if spans and spans[-1][1] == run.start_char:
             spans[-1] = (spans[-1][0], run.end_char)
         else:
             spans.append((run.start_char, run.end_char))
-    if not is_system:
-        return [(start, end) for start, end in spans if end - start >= MIN_KNOWLEDGE_CHARS]
-    return [
+    if not spans:
+        return []
+    known = [
         (start, end)
         for start, end in documents_in(text)
         if 2 * sum(max(0, min(end, b) - max(start, a)) for a, b in spans) > end - start
     ]
+    if not is_system:
+        known += [(start, end) for start, end in spans if end - start >= MIN_KNOWLEDGE_CHARS]
+    return known
 
 
 def _painted(
