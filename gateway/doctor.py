@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Share of the index's bound from which on it drops blocks that a worker still holds.
 FULL_RATIO = 0.95
+# A template prints up to this many tokens before the first message.
+START_TOKENS = 32
 COLUMNS = ("tokens lost", "share", "requests", "cause", "where")
 
 
@@ -214,6 +216,8 @@ def _cause_row(row: dict[str, Any]) -> tuple[str, ...]:
     place = example["place"]
     if example["char"] is not None:
         place += f" character {example['char']}"
+    if example["token"] < START_TOKENS and place:
+        place += " (start of the prompt)"
     return (
         f"{row['tokens_lost']:,}",
         f"{row['share']:.0%}",

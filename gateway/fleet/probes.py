@@ -9,17 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 _TEXT = "It  is 3.50 €;\r\n\tnaïve 你好 🙂 don't  "
+# In no engine's own order of keys: one that prints it as it comes shows as that.
 _TOOL = {
-    "type": "function",
     "function": {
-        "name": "find_rule",
-        "description": "Find a rule & its <text>",
         "parameters": {
             "type": "object",
-            "properties": {"topic": {"type": "string"}, "limit": {"type": "integer"}},
             "required": ["topic"],
+            "properties": {"topic": {"type": "string"}, "limit": {"type": "integer"}},
         },
+        "description": "Find a rule & its <text>",
+        "name": "find_rule",
     },
+    "type": "function",
 }
 _SYSTEM = {"role": "system", "content": "Answer from the handbook."}
 _CALL = {

@@ -119,20 +119,28 @@ def _in_messages(messages: list[dict[str, Any]], before: list[dict[str, Any]]) -
     shift = _shift(printed, printed_before, at)
     if shift is not None:
         return Place(shift, segment, f"messages[{at}]", 0, message_text(message))
-    return _in_message(message, before[at], at, segment)
+    was_last = at == len(before) - 1
+    return _in_message(message, before[at], at, segment, was_last=was_last)
 
 
-def _in_message(message: dict[str, Any], before: dict[str, Any], at: int, segment: str) -> Place:
+def _in_message(
+    message: dict[str, Any], before: dict[str, Any], at: int, segment: str, *, was_last: bool
+) -> Place:
     path = f"messages[{at}]"
-    if message.get("role") != before.get("role"):
-        cause = Cause.MOVED_TEXT if segment == "current" else Cause.HISTORY_EDIT
-        return Place(cause, segment, path, 0, message_text(message))
+    if segment == "system":
+        unnamed = Cause.SYSTEM_TEXT
+    elif segment == "current" or was_last:
+        # What the twin had in its last message moves on with the conversation.
+        unnamed = Cause.MOVED_TEXT
+    else:
+        unnamed = Cause.HISTORY_EDIT
     text, text_before = message_text(message), message_text(before)
+    if message.get("role") != before.get("role"):
+        return Place(unnamed, segment, path, 0, text)
     if text == text_before:
         return _beside_text(message, before, path, segment)
     char = _first_char(text, text_before)
-    by_segment = {"system": Cause.SYSTEM_TEXT, "current": Cause.MOVED_TEXT}
-    cause = _volatile_at(text, text_before, char) or by_segment.get(segment, Cause.HISTORY_EDIT)
+    cause = _volatile_at(text, text_before, char) or unnamed
     return Place(cause, segment, f"{path}.content", char, text)
 
 
@@ -203,11 +211,12 @@ def _changed_number(text: str, before: str, char: int) -> Cause | None:
     at = char
     while at > start and (text[at - 1].isdigit() or text[at - 1] == ":"):
         at -= 1
-    words = [_NUMBER.match(each, at) for each in (text, before)]
-    if any(word is None or word.end() < char for word in words):
+    if at and text[at - 1].isalnum():
+        return None  # part of a name
+    new, old = _NUMBER.match(text, at), _NUMBER.match(before, at)
+    if new is None or old is None or new.group() == old.group():
         return None
-    is_clock = all(word is not None and ":" in word.group() for word in words)
-    return Cause.DATETIME if is_clock else Cause.COUNTER
+    return Cause.DATETIME if ":" in new.group() and ":" in old.group() else Cause.COUNTER
 
 
 def _segment(message: Mapping[str, Any], *, is_last: bool) -> str:

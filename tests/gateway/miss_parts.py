@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from prefix_index.blocks import BlockHash
+    from prefix_index.engines import EngineKind
 
 # Tools are printed first, as the engines' own templates do, and tool calls as they come.
 TEMPLATE = (
@@ -35,10 +36,10 @@ HANDBOOK = " ".join(
 )
 
 
-def reader(template: str = TEMPLATE) -> PromptReader:
+def reader(template: str = TEMPLATE, engine: EngineKind = "runner") -> PromptReader:
     tokenizer = byte_tokenizer()
     chat_template = ChatTemplate(template, special_tokens=tokenizer.special_tokens)
-    return PromptReader(tokenizer, chat_template, model="m", block_size=BLOCK)
+    return PromptReader(tokenizer, chat_template, model="m", block_size=BLOCK, engine=engine)
 
 
 def message(role: str, content: str, **more: Any) -> dict[str, Any]:
