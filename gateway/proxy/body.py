@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 
 from gateway.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedEncoding
-from prefix_index.canonical.spans import may_hide_names, members
+from prefix_index.canonical.spans import is_repeated, may_hide_names, members
 
 if TYPE_CHECKING:
     from gateway.proxy.limits import Limits
@@ -152,8 +152,8 @@ def _refuse_duplicates(body: bytes, document: dict[str, Any]) -> None:
     Parsers differ in which of the two counts, so what is checked here might not be what an engine
     obeys. The members are listed only where the bytes leave it possible.
     """
-    present = [key for key in SINGLE_KEYS if key in document]
-    if not any(body.count(_QUOTED[key]) > 1 for key in present) and not may_hide_names(body):
+    is_possible = any(is_repeated(body, _QUOTED[key]) for key in SINGLE_KEYS if key in document)
+    if not is_possible and not may_hide_names(body):
         return
     seen = set()
     for member in members(body):

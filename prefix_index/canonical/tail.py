@@ -8,6 +8,8 @@ deleted, and lines keep their order among themselves.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prefix_index.canonical.spans import Edit
@@ -37,7 +39,16 @@ _LABEL = re.compile(
 )
 # Quotes, brackets or a full stop around a bare clock.
 _MAX_BARE_CHARS = 3
+# How a bare clock, date or id begins.
+_BARE = re.compile(
+    r"""\s*["'(\[]?
+    (?:\d{1,4}[-/.:]\d|\d{1,2}\ [A-Z]|[0-9a-fA-F]{8}|[A-Z][a-z]{2,8}(?:,?\ \d|,\ [A-Z]))
+    """,
+    re.VERBOSE,
+)
 _DIGIT = re.compile(r"\d")
+# With the size of the memory: at most 4 MB of texts.
+_MAX_KNOWN_CHARS = 32_768
 _FENCE = re.compile(r"\s*(?:```|~~~)")
 
 
@@ -72,32 +83,33 @@ def move_volatile(body: Mapping[str, Any], raw: bytes) -> Tail:
 
 def _movable(text: str) -> frozenset[int]:
     """Return the numbers of the lines that may move."""
-    found = set()
-    is_fenced = False
-    for i, line in enumerate(text.split("\n")):
-        if _FENCE.match(line):
-            # A line of a listing belongs where it stands.
-            is_fenced = not is_fenced
-        elif (
-            not is_fenced
-            and len(line) <= _MAX_LINE_CHARS
-            # Only a line with a digit can hold any of what is looked for.
-            and _DIGIT.search(line)
-            and _is_volatile(line)
-        ):
-            found.add(i)
-    return frozenset(found)
+    # Most system texts come again and again, without a clock.
+    return _known_movable(text) if len(text) <= _MAX_KNOWN_CHARS else _find_movable(text)
+
+
+def _find_movable(text: str) -> frozenset[int]:
+    lines = text.split("\n")
+    found = [
+        i for i, line in enumerate(lines) if len(line) <= _MAX_LINE_CHARS and _is_volatile(line)
+    ]
+    if not found:
+        return frozenset()
+    # A line of a listing belongs where it stands.
+    fences = [i for i, line in enumerate(lines) if _FENCE.match(line)]
+    return frozenset(i for i in found if bisect_left(fences, i) % 2 == 0)
+
+
+_known_movable = lru_cache(maxsize=128)(_find_movable)
 
 
 def _is_volatile(line: str) -> bool:
     """Say whether a line is about something that changes: announced by a label, or nothing else."""
-    spans = find_volatile(line)
-    if not spans:
-        return False
     if _LABEL.match(line):
-        return True
-    covered = sum(span.end_char - span.start_char for span in spans)
-    return len(line.strip()) - covered <= _MAX_BARE_CHARS
+        return _DIGIT.search(line) is not None and bool(find_volatile(line))
+    if not _BARE.match(line):
+        return False
+    covered = sum(span.end_char - span.start_char for span in find_volatile(line))
+    return covered > 0 and len(line.strip()) - covered <= _MAX_BARE_CHARS
 
 
 def _is_last(texts: list[Text], movable: list[frozenset[int]]) -> bool:
