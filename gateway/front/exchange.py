@@ -168,6 +168,8 @@ class Exchange(ABC):
         """
         num_hosts = self.head.num_hosts
         if num_hosts != 1 and (self.is_http11 or num_hosts):
+            # Whoever sent it and whoever passed it on may not agree on what follows either.
+            self.keep_alive = False
             raise InvalidRequest("Expected one host header.", code="bad_host")
         length = self.content_length
         if length is not None and length > max_bytes:

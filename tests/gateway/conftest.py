@@ -33,12 +33,12 @@ def pytest_asyncio_loop_factories(
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run the tests of a client's view once per front."""
     if metafunc.definition.path.stem in ON_BOTH_FRONTS:
-        metafunc.fixturenames.append("front")
         metafunc.parametrize("front", ["aiohttp", "raw"], indirect=True)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def front(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make the gateways that this test starts use one front."""
-    monkeypatch.setattr("tests.fakes.gateway.default_front", request.param)
-    return str(request.param)
+    """Name the front of the gateways that this test starts, and make them have it."""
+    chosen = str(getattr(request, "param", "aiohttp"))
+    monkeypatch.setattr("tests.fakes.gateway.default_front", chosen)
+    return chosen

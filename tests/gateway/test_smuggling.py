@@ -1,0 +1,176 @@
+"""Requests that two parties could read two ways: refused, never forwarded, the connection ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+
+import pytest
+
+from tests.fakes.engine import openai_engine
+from tests.fakes.gateway import CHAT, RawClient, chat, gateway, wire
+from tests.support import poll_until
+
+BODY = json.dumps(chat()).encode()
+# What would be served if the end of the request before it were misread.
+SECOND = wire(BODY, "x-request-id: smuggled")
+START = f"POST {CHAT} HTTP/1.1\r\nhost: gw\r\n".encode()
+LENGTH = b"content-length: %d\r\n" % len(BODY)
+CHUNKED = b"transfer-encoding: chunked\r\n"
+CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+
+
+def sized(*lines: bytes, start: bytes = START) -> bytes:
+    """A request whose head has ``lines`` as they are, with a length."""
+    return start + b"".join(lines) + LENGTH + b"\r\n" + BODY
+
+
+def framed(*lines: bytes, body: bytes = BODY) -> bytes:
+    """A request whose framing headers are ``lines``."""
+    return START + b"".join(lines) + b"\r\n" + body
+
+
+async def answers(port: int, data: bytes) -> tuple[list[int], bytes]:
+    """Send bytes and read to the end: the statuses of all answers, and everything."""
+    client = await RawClient.connect(port)
+    async with asyncio.timeout(10):
+        await client.send(data)
+        got = await client.rest()
+    await client.close()
+    return [int(status) for status in re.findall(rb"^HTTP/1\.[01] (\d+)", got, re.MULTILINE)], got
+
+
+LINES = {
+    "bare LF after a header": sized(b"x-a: b\n"),
+    "bare LF hides a header": sized(b"x-a: b\ntransfer-encoding: chunked\r\n"),
+    "bare CR": sized(b"x-a: b\rx-c: d\r\n"),
+    "folded line": sized(b"x-a: b\r\n c\r\n"),
+    "folded line with tab": sized(b"x-a: b\r\n\tc\r\n"),
+    "NUL in a value": sized(b"x-a: b\0c\r\n"),
+    "NUL in a name": sized(b"x\0a: b\r\n"),
+    "control character": sized(b"x-a: \x01\r\n"),
+    "space before the colon": sized(b"x-a : b\r\n"),
+    "empty name": sized(b": b\r\n"),
+    "name that is no token": sized(b"x(a): b\r\n"),
+    "name not in ASCII": sized("x-é: b\r\n".encode()),
+    "no colon": sized(b"x-a\r\n"),
+    "space before the first header": sized(
+        b"", start=START.replace(b"host: gw", b" x-a: b\r\nhost: gw")
+    ),
+    "two hosts": sized(b"host: other\r\n"),
+    "no host": sized(start=START.replace(b"host: gw\r\n", b"")),
+}
+FRAMINGS = {
+    "two equal lengths": framed(LENGTH, LENGTH),
+    "two lengths": framed(LENGTH, b"content-length: 5\r\n"),
+    "list of lengths": framed(LENGTH.replace(b"\r\n", b", %d\r\n" % len(BODY))),
+    "signed length": framed(b"content-length: +%d\r\n" % len(BODY)),
+    "negative length": framed(b"content-length: -1\r\n"),
+    "hexadecimal length": framed(b"content-length: 0x10\r\n"),
+    "length with underscore": framed(b"content-length: 1_0\r\n"),
+    "length with a space": framed(b"content-length: 1 0\r\n"),
+    "length beyond 64 bits": framed(b"content-length: 99999999999999999999999\r\n"),
+    "length and chunked": framed(LENGTH, CHUNKED, body=CHUNKS),
+    "chunked and length": framed(CHUNKED, LENGTH, body=CHUNKS),
+    "chunked twice": framed(CHUNKED, CHUNKED, body=CHUNKS),
+    "chunked not last": framed(b"transfer-encoding: chunked, gzip\r\n", body=CHUNKS),
+    "identity coding": framed(b"transfer-encoding: identity\r\n", body=CHUNKS),
+    "unknown coding": framed(b"transfer-encoding: xchunked\r\n", body=CHUNKS),
+    "coding with vertical tab": framed(b"transfer-encoding: \x0bchunked\r\n", body=CHUNKS),
+    "coding with space before the colon": framed(b"transfer-encoding : chunked\r\n", body=CHUNKS),
+}
+CHUNKINGS = {
+    "chunk size is no number": b"zz\r\n",
+    "empty chunk size": b"\r\n",
+    "signed chunk size": b"+5\r\nhello\r\n0\r\n\r\n",
+    "chunk size with prefix": b"0x5\r\nhello\r\n0\r\n\r\n",
+    "chunk size beyond 64 bits": b"fffffffffffffffff\r\nhello\r\n0\r\n\r\n",
+    "chunk longer than its size": b"5\r\nhello world\r\n0\r\n\r\n",
+    "bare LF after a size": b"5\nhello\r\n0\r\n\r\n",
+    "bare LF after a chunk": b"5\r\nhello\n0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("data", LINES.values(), ids=LINES)
+async def test_a_head_with_a_doubtful_line_is_refused(data: bytes) -> None:
+    await assert_refused(data)
+
+
+@pytest.mark.parametrize("data", FRAMINGS.values(), ids=FRAMINGS)
+async def test_a_doubtful_length_is_refused(data: bytes) -> None:
+    await assert_refused(data)
+
+
+@pytest.mark.parametrize("body", CHUNKINGS.values(), ids=CHUNKINGS)
+async def test_a_doubtful_chunk_is_refused(body: bytes) -> None:
+    await assert_refused(framed(CHUNKED, body=body))
+
+
+async def assert_refused(data: bytes) -> None:
+    """One 400 in shape, the end of the connection, and nothing for any worker."""
+    async with openai_engine() as engine, gateway(engine.url) as gw:
+        statuses, got = await answers(gw.port, data + SECOND)
+        await poll_until(lambda: gw.lifecycle.num_running == 0)
+
+    assert statuses == [400]
+    assert got.startswith(b"HTTP/1.0") or b"connection: close" in got.lower()
+    assert json.loads(got.split(b"\r\n\r\n", 1)[1])["error"]["type"] == "invalid_request_error"
+    assert engine.seen == []
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param([b"connection: upgrade\r\n", b"upgrade: h2c\r\n"], id="h2c"),
+        pytest.param([b"connection: Upgrade\r\n", b"upgrade: websocket\r\n"], id="websocket"),
+    ],
+)
+async def test_an_upgrade_is_ignored(lines: list[bytes]) -> None:
+    async with openai_engine() as engine, gateway(engine.url) as gw:
+        client = await RawClient.connect(gw.port)
+        for _ in range(2):
+            await client.send(sized(*lines))
+            async with asyncio.timeout(5):
+                status, headers = await client.head()
+                await client.reader.readexactly(int(headers["content-length"]))
+            assert status == 200
+        await client.close()
+
+    assert len(engine.seen) == 2
+    assert not engine.seen[0].headers.keys() & {"upgrade", "connection"}
+
+
+@pytest.mark.parametrize("host", [[], ["host: gw"]], ids=["without host", "with host"])
+@pytest.mark.parametrize("kept", [[], ["connection: keep-alive"]], ids=["plain", "keep-alive"])
+async def test_http_1_0_ends_after_one_answer(host: list[str], kept: list[str]) -> None:
+    lines = [f"POST {CHAT} HTTP/1.0", *host, *kept, f"content-length: {len(BODY)}", "", ""]
+    async with openai_engine() as engine, gateway(engine.url) as gw:
+        statuses, _ = await answers(gw.port, "\r\n".join(lines).encode() + BODY)
+
+    assert statuses == [200]
+    assert len(engine.seen) == 1
+
+
+async def test_an_absolute_target_reaches_no_other_host() -> None:
+    start = f"POST http://elsewhere{CHAT} HTTP/1.1\r\nhost: gw\r\n".encode()
+    async with openai_engine() as engine, gateway(engine.url) as gw:
+        client = await RawClient.connect(gw.port)
+        await client.send(sized(start=start))
+        async with asyncio.timeout(5):
+            status, _ = await client.head()
+        await client.close()
+
+    assert status in (200, 400, 404)
+    assert all(seen.target == CHAT for seen in engine.seen)
+    assert all(seen.headers["host"] == engine.url[7:] for seen in engine.seen)
+
+
+@pytest.mark.parametrize("close", ["close", "Close", "keep-alive, close", "x-a,close"])
+async def test_a_client_that_asks_to_close_is_closed(close: str) -> None:
+    async with openai_engine() as engine, gateway(engine.url) as gw:
+        statuses, got = await answers(gw.port, wire(BODY, f"connection: {close}"))
+
+    assert statuses == [200]
+    assert b"connection: close" in got.lower()
+    assert len(engine.seen) == 1
