@@ -23,7 +23,8 @@ _MIN_CHUNK_CHARS = 32
 _MAX_CHUNKS = 256
 _MAX_DOCUMENTS = 256
 
-_OPEN = re.compile(r"<(doc|document|source|passage|chunk|context)(?:[ _-][^<>\n]{0,200})?>", re.I)
+_MAX_OPENINGS = 2048
+_OPEN = re.compile(r"<(doc|document|source|passage|chunk|context)(?=[ _>-])[^<>\n]{0,256}")
 
 SegmentKind: TypeAlias = Literal["system", "tools", "knowledge", "history", "current"]
 
@@ -102,15 +103,18 @@ def current_from(messages: Sequence[Any]) -> int:
 def documents_in(text: str) -> list[tuple[int, int]]:
     """Return the spans of ``<doc ...>...</doc>`` and its like, marks included; not nested ones.
 
-    Linear in the text.
+    Linear in the text, and of what looks like a mark only the first 2,048 are tried.
     """
     spans: list[tuple[int, int]] = []
     unclosed = set()
     at = 0
-    while len(spans) < _MAX_DOCUMENTS and (opening := _OPEN.search(text, at)):
-        closing = f"</{opening[1]}>"
+    for _ in range(_MAX_OPENINGS):
+        opening = _OPEN.search(text, at)
+        if opening is None:
+            break
         at = opening.end()
-        if closing in unclosed:
+        closing = f"</{opening[1]}>"
+        if closing in unclosed or not text.startswith(">", at):
             continue
         end = text.find(closing, at)
         if end < 0:
@@ -118,7 +122,7 @@ def documents_in(text: str) -> list[tuple[int, int]]:
             continue
         at = end + len(closing)
         spans.append((opening.start(), at))
-    return spans
+    return spans[:_MAX_DOCUMENTS]
 
 
 def _role(message: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import xxhash
 
 from prefix_index.regions import INSTRUCTION_ROLES, documents_in
+from prefix_index.spans import text_parts
 from prefix_index.volatile import skip_volatile
 
 if TYPE_CHECKING:
@@ -271,12 +272,7 @@ def _feed(digest: xxhash.xxh3_128, text: str) -> None:
 
 def text_of(content: object) -> str:
     """Return the text of a message's content: a string, or its joined text parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        return ""
-    texts = (part.get("text") for part in content if isinstance(part, dict))
-    return "\n".join(text for text in texts if isinstance(text, str))
+    return content if isinstance(content, str) else "\n".join(text_parts(content))
 
 
 _FINDERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, str], str], tuple[str, str]]] = {

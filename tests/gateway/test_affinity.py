@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import time
 from typing import Any
 
 import pytest
 
-from gateway.routing.affinity import MAX_VALUE_CHARS, affinity_key
+from gateway.routing import affinity
+from gateway.routing.affinity import LARGE_CHARS, MAX_VALUE_CHARS, affinity_key
 
 KINDS = ("document", "knowledge_base", "session", "tenant", "prefix")
 QUESTION = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
@@ -143,3 +146,121 @@ def test_prompts_of_completions_have_prefixes_too() -> None:
     assert prefix("a") != prefix("b")
     assert prefix([1, 2, 3]) == prefix([[1, 2, 3], [4]])
     assert prefix([1, 2, 3]) != prefix([1, 2, 4])
+
+
+# --- what the prefix kind skips and finds ---------------------------------------------------------
+
+DOCUMENT = "Refunds are accepted within thirty days of delivery, whatever the reason is. " * 30
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("It is 2026-11-30T10:14:00Z.", "It is 2026-11-30T10:15:07Z."),
+        ("Monday, November 30, 2026 10:14 AM", "Tuesday, December 1, 2026 9:02 PM"),
+        (
+            "Request 7f0c1f2e-2f0b-4a55-9b1e-3d0b7a3c9d10.",
+            "Request 0b9a6a34-91d7-4c0e-8f5b-55a0a1c2e9f7.",
+        ),
+        ("Turn: 3", "Turn: 4"),
+        ("x-anthropic-billing-header: cch=1a2b3;", "x-anthropic-billing-header: cch=9f8e7;"),
+    ],
+)
+@pytest.mark.parametrize("where", ["{}\n{rest}", "{rest}\n{}"])
+def test_instructions_that_differ_in_what_changes_share_a_home(
+    one: str, other: str, where: str
+) -> None:
+    keys = [key(messages(where.format(text, rest=DOCUMENT), "q")) for text in (one, other)]
+
+    assert keys[0] == keys[1]
+    assert keys[0] != key(messages(where.format(one, rest=DOCUMENT + "More."), "q"))
+
+
+def test_what_changes_in_a_question_is_part_of_it() -> None:
+    assert key(messages("Be brief.", "On 2026-11-30?")) != key(
+        messages("Be brief.", "On 2026-12-01?")
+    )
+
+
+def passage(name: str) -> str:
+    return f"<doc id={name}>{name} {DOCUMENT}</doc>"
+
+
+@pytest.mark.parametrize("where", ["system", "user"])
+def test_a_set_of_documents_has_one_key_whatever_their_order(where: str) -> None:
+    rng = random.Random(7)
+    names = list("abcdefgh")
+
+    def of(names: list[str], question: str = "q") -> Any:
+        text = "Answer from these.\n" + "\n".join(map(passage, names))
+        if where == "system":
+            return key(messages(text, question))
+        return key(messages("Be brief.", f"{text}\n{question}"))
+
+    first = of(names)
+    for _ in range(5):
+        rng.shuffle(names)
+        assert of(names) == first
+    assert of(names[1:]) != first
+    assert of([*names, "i"]) != first
+    if where == "user":
+        assert of(names, "another question") == first
+
+
+@pytest.mark.parametrize("lead", ["", "Use this context:\n", "Question: why?\n\nContext:\n"])
+def test_a_pasted_document_is_found_in_a_later_turn(lead: str) -> None:
+    pasted = lead + DOCUMENT
+    first = key(messages("Be brief.", f"{pasted}\nQuestion: one?"))
+
+    assert key(messages("Be brief.", "q1", "a1", f"{pasted}\nQuestion: two?")) == first
+    assert key(messages("Be brief.", "q1", "a1", "q2", "a2", f"{pasted}\nthree?")) == first
+    # And stays the conversation's key from there on.
+    later = ("q1", "a1", f"{pasted}\ntwo?", "a2", "And " + DOCUMENT[::-1], "a3", "more?")
+    assert key(messages("Be brief.", *later)) == first
+
+
+def test_a_long_conversation_keeps_its_key_when_something_large_is_pasted() -> None:
+    turns = [text for k in range(6) for text in (f"q{k} " * 80, f"a{k} " * 80)]
+    first = key(messages("Be brief.", *turns))
+
+    assert key(messages("Be brief.", *turns, "x" * LARGE_CHARS)) == first
+
+
+def test_the_memory_of_known_texts_is_bounded_and_keeps_no_text() -> None:
+    for k in range(affinity._MAX_KNOWN + 50):
+        key(messages(f"Rule {k}", "q"))
+
+    assert len(affinity._known) == affinity._MAX_KNOWN
+    assert all(len(k) == len(v) == 16 for k, v in affinity._known.items())
+
+
+def seconds(body: dict[str, Any], rounds: int) -> float:
+    """CPU seconds of one key, best of a few."""
+    best = float("inf")
+    for _ in range(5):
+        start_s = time.thread_time()
+        for _ in range(rounds):
+            key(body)
+        best = min(best, (time.thread_time() - start_s) / rounds)
+    return best
+
+
+def test_a_known_prompt_costs_little_more_than_a_hint() -> None:
+    known = messages(DOCUMENT[:750], "Why? " * 40)
+    floor_s = seconds({"user": "u"}, 500)
+
+    assert seconds(known, 500) < 8 * floor_s + 5e-6
+
+
+@pytest.mark.parametrize("unit", ["1 ", "<doc ", "<doc>", "2026-1", "a1", "</doc><doc>"])
+def test_hostile_instructions_cost_bounded_time(unit: str) -> None:
+    texts = [unit * (num_chars // len(unit)) for num_chars in (125_000, 1_000_000)]
+    times = []
+    for text in texts:
+        affinity._known.clear()
+        start_s = time.thread_time()
+        key(messages(text, "q"))
+        times.append(time.thread_time() - start_s)
+
+    # 8 times the text: what grows is hashing and copying.
+    assert times[1] < 16 * times[0] + 0.02
