@@ -8,13 +8,12 @@ those that came in; what the rules would save is looked at beside the requests, 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from gateway.proxy.body import parse_json
-from gateway.routing.dispatch import MAX_INLINE_CHARS
-from prefix_index.blocks import usable_blocks
+from gateway.proxy.held import Imagined, held_tokens, known_held_tokens
 from prefix_index.canonical import (
     RULES,
     AppliedRule,
@@ -31,13 +30,10 @@ if TYPE_CHECKING:
 
     from gateway.routing.dispatch import Dispatcher, Inbound, Plan
     from gateway.routing.pool import Pool
-    from prefix_index.blocks import BlockHash
     from prefix_index.prompts import PromptReader
 
 Mode = Literal["off", "observe", "rewrite"]
 
-# Blocks of rewritten prompts that were never forwarded: 1M tokens at 16 a block, about 8 MB.
-_MAX_IMAGINED_BLOCKS = 65_536
 # In observe mode at most 20 requests a second are looked at: a few percent of a core at the worst.
 _OBSERVE_EVERY_S = 0.05
 
@@ -92,7 +88,7 @@ class Rewriter:
         self._memory = memory
         self._clock = clock
         self._placement: tuple[PromptReader, bool] | None = None
-        self._imagined = _Imagined()
+        self._imagined = Imagined()
         self._observation: asyncio.Task[Rewrite] | None = None
         self._observe_at_s = 0.0
 
@@ -117,7 +113,7 @@ class Rewriter:
         if not form.is_changed:
             return Rewrite(await dispatcher.plan(pool, inbound), raw)
         plan = await dispatcher.plan(pool, _with_body(inbound, form.body))
-        if better_form(_known_held_tokens(pool, inbound), _held_tokens(pool, plan)) == "as_sent":
+        if better_form(known_held_tokens(pool, inbound), held_tokens(pool, plan)) == "as_sent":
             return Rewrite(await dispatcher.plan(pool, inbound), raw)
         names = _names(form)
         self.num_changed.update(names)
@@ -210,60 +206,10 @@ class Rewriter:
 
     def _held(self, pool: Pool, plan: Plan) -> int | None:
         """Return what is held of a form; rewritten forms were never sent in observe mode."""
-        held = _held_tokens(pool, plan)
+        held = held_tokens(pool, plan)
         if held is None or plan.hashes is None or self.mode == "rewrite":
             return held
         return max(held, self._imagined.num_blocks(plan.hashes) * pool.block_size)
-
-
-class _Imagined:
-    """Blocks that workers would hold if rewritten forms had been sent; bounded, oldest first."""
-
-    def __init__(self) -> None:
-        self._blocks: OrderedDict[BlockHash, None] = OrderedDict()
-
-    def num_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many leading blocks are among them."""
-        for i, block in enumerate(hashes):
-            if block not in self._blocks:
-                return i
-        return len(hashes)
-
-    def add(self, hashes: Sequence[BlockHash]) -> None:
-        """Add a prompt's blocks, the last ones as the oldest: they are the first to go."""
-        for block in reversed(hashes):
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-        while len(self._blocks) > _MAX_IMAGINED_BLOCKS:
-            self._blocks.popitem(last=False)
-
-
-def _held_tokens(pool: Pool, plan: Plan) -> int | None:
-    """Return the most prompt tokens that any worker holds; None where that cannot be told."""
-    if pool.index is None or plan.hashes is None:
-        return None
-    return max((hit.total for hit in pool.index.match(plan.hashes).values()), default=0)
-
-
-def _known_held_tokens(pool: Pool, inbound: Inbound) -> int | None:
-    """Return how much is held of the form as sent, as far as its text is known here.
-
-    Text that is new to this gateway was not sent to a worker either, so nothing is tokenized to
-    find that it is not held.
-    """
-    if pool.index is None or pool.reader is None:
-        return None
-    salt = inbound.body.get("cache_salt")
-    try:
-        draft = pool.reader.chat(inbound.body, salt=salt if isinstance(salt, str) else "")
-        if draft.unknown_chars <= MAX_INLINE_CHARS:
-            prompt = draft.complete()
-            hashes = prompt.block_hashes[: usable_blocks(prompt.num_tokens, prompt.block_size)]
-        else:
-            hashes = draft.beginning().hashes
-    except Exception:  # templates raise what they like
-        return None
-    return max((hit.total for hit in pool.index.match(hashes).values()), default=0)
 
 
 def _names(form: Canonical) -> tuple[str, ...]:

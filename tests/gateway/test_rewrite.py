@@ -122,6 +122,18 @@ async def test_a_rule_does_not_apply_where_the_bytes_as_sent_are_held_further() 
     assert desk.dispatcher.choose(rewrite.plan).worker == "w3"
 
 
+async def test_the_form_as_sent_is_known_by_its_beginning_where_its_end_is_new() -> None:
+    desk = Desk("rewrite", ("attribution-header",))
+    earlier, raw = (billing("1a2b3", HANDBOOK * 2 + end * 500) for end in ("Rule A. ", "Rule B. "))
+    sent = await desk.dispatcher.plan(desk.pool, inbound(earlier), in_full=True)
+    hold(desk.pool, "w3", sent.prompt)
+
+    rewrite = await desk.rewriter.plan(desk.dispatcher, desk.pool, inbound(raw), raw)
+
+    assert rewrite.raw is raw
+    assert held_tokens(desk.pool, rewrite.plan) >= len(HANDBOOK)
+
+
 @pytest.mark.parametrize(
     "raw",
     [billing("1a2b3"), clock_line("10:14"), body([{"role": "user", "content": "q"}], tools=TOOLS)],
