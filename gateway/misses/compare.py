@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # Runs shorter than this are the template's own tokens and common phrases, not the same text.
 MIN_RUN_TOKENS = 16
+# First guess at how much further a run goes; doubled while it is right.
+_FIRST_STEP = 64
 # After this many tokens another thread may run: about 1 ms.
 _YIELD_TOKENS = 4096
 
@@ -67,22 +69,54 @@ def _common_suffix(left: bytes, right: bytes, size: int) -> int:
 
 
 def _in_runs(left: bytes, right: bytes, size: int) -> int:
-    """Count the tokens of ``left`` in runs that ``right`` has too, by counting equal windows."""
+    """Count the tokens of ``left`` in runs that ``right`` has too.
+
+    Every ``MIN_RUN_TOKENS``-th window of ``right`` is a seed; where one is found in ``left``, the
+    run around it is measured at once, so that long common text costs a few comparisons. A run of
+    less than twice a window may hold no seed, and is then not counted.
+    """
     window = MIN_RUN_TOKENS * size
-    counts: dict[bytes, int] = {}
-    for number, at in enumerate(range(0, len(right) - window + size, size)):
-        if number % _YIELD_TOKENS == 0:
-            time.sleep(0)
-        piece = right[at : at + window]
-        counts[piece] = counts.get(piece, 0) + 1
-    known = 0
-    covered_to = 0
-    for number, at in enumerate(range(0, len(left) - window + size, size)):
-        if number % _YIELD_TOKENS == 0:
-            time.sleep(0)
-        piece = left[at : at + window]
-        if counts.get(piece, 0):
-            counts[piece] -= 1
-            known += at + window - max(at, covered_to)
-            covered_to = at + window
+    seeds: dict[bytes, list[int]] = {}
+    # From the end, so that the first place is taken first.
+    for spot in range((len(right) // window - 1) * window, -1, -window):
+        seeds.setdefault(right[spot : spot + window], []).append(spot)
+    taken = bytearray(len(right) // window + 1)
+    known, at, free_from = 0, 0, 0
+    while at + window <= len(left):
+        found = _free_seed(seeds.get(left[at : at + window]), taken, window)
+        if found is None:
+            at += size
+            if at % (_YIELD_TOKENS * size) == 0:
+                time.sleep(0)
+            continue
+        reach = min(window, at - free_from, found)
+        before = _common_suffix(left[at - reach : at], right[found - reach : found], size)
+        end = at + _run_length(left, at, right, found, size)
+        first, last = found // window, (found + end - at) // window
+        taken[first:last] = b"\1" * (last - first)
+        known += before + end - at
+        at = free_from = end
     return known // size
+
+
+def _free_seed(spots: list[int] | None, taken: bytearray, window: int) -> int | None:
+    while spots:
+        spot = spots.pop()
+        if not taken[spot // window]:
+            return spot
+    return None
+
+
+def _run_length(left: bytes, at: int, right: bytes, spot: int, size: int) -> int:
+    """Return how many bytes from two places on are equal, in whole items; O(that many)."""
+    length, step = 0, _FIRST_STEP * size
+    longest = min(len(left) - at, len(right) - spot)
+    while step >= size:
+        piece = min(step, longest - length)
+        begin, end = at + length, spot + length
+        if piece >= size and left[begin : begin + piece] == right[end : end + piece]:
+            length += piece
+            step *= 2
+        else:
+            step = min(step, piece) // 2 // size * size
+    return length

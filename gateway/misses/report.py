@@ -183,7 +183,9 @@ class MissReport:
         run = asyncio.get_running_loop().run_in_executor
         identity = _identity(finished.plan, _IDENTITIES)
         found = await run(self._executor, features, known, identity)
-        twins = self._memory.near(found, MAX_TWINS)
+        missed = known.usable_tokens - finished.hit_tokens
+        minimum = MIN_LOST_BLOCKS * known.prompt.block_size
+        twins = self._memory.near(found, MAX_TWINS) if missed >= minimum else []
         if twins:
             twin, lost_behind, shared = await run(self._executor, _nearest, finished, twins)
             if twin is not None:

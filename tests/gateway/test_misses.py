@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from array import array
+from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -400,8 +403,6 @@ def test_shared_blocks_is_the_common_beginning() -> None:
 
 
 def test_known_tokens_counts_each_run_once() -> None:
-    from array import array
-
     a, b, new = range(100, 200), range(300, 360), range(1000, 1050)
     other = array("I", [*a, *new, *b])
     assert known_tokens(array("I", [*b, *a]), other) == 160
@@ -409,3 +410,19 @@ def test_known_tokens_counts_each_run_once() -> None:
     assert known_tokens(array("I", range(5000, 5100)), other) == 0
     assert known_tokens(array("I", [*range(9), *b]), other) == 60
     assert known_tokens(array("I"), other) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_known_tokens_finds_all_runs_in_any_order(seed: int) -> None:
+    rng = Random(seed)
+    cuts = sorted(rng.sample(range(40, 3000, 40), 20))
+    other = array("I", range(3000))
+    runs = [other[a:b] for a, b in pairwise(cuts)]
+    rng.shuffle(runs)
+    tokens = array("I")
+    for n, run in enumerate(runs):
+        tokens += run
+        tokens += array("I", range(10_000 * (n + 1), 10_000 * (n + 1) + rng.randrange(3)))
+
+    assert known_tokens(tokens, other) == sum(map(len, runs))
+    assert known_tokens(other, tokens) == sum(map(len, runs))

@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import zmq.asyncio
 from structlog.testing import capture_logs
 
 from gateway.config import Settings
 from gateway.fleet import worker_tokens
+from gateway.fleet.feed import Feed
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import FleetCollector
 from gateway.fleet.parity import CHECK_AGAIN_S, CHECK_EVERY_S, ParityCheck
@@ -19,6 +21,7 @@ from gateway.routing.dispatch import Dispatcher, Outcome, Usage
 from gateway.routing.pool import Pool, Worker
 from gateway.telemetry.requests import Telemetry
 from gateway.upstream.client import Upstream
+from prefix_index.events import BlockStored, EventBatch
 from prefix_index.index import Index
 from tests.fakes.engine import End, RawEngine, Script, Seen, answer
 from tests.gateway.miss_parts import TEMPLATE, reader
@@ -286,6 +289,28 @@ async def test_a_live_body_that_differs_is_told_without_its_text(log_prompts: bo
     assert check.value == 0
     # One odd body does not change how all others are routed.
     assert worker_of(check).mode == "approximate"
+
+
+async def test_events_of_a_diverged_worker_are_not_believed_until_it_is_resumed() -> None:
+    worker = Worker("w0", "http://h:1", mode="text")
+    index = Index(BLOCK)
+    pool = Pool("chat", models=["m"], reader=reader(), index=index, workers=[worker])
+    context = zmq.asyncio.Context()
+    try:
+        feed = Feed(pool, worker, index, events="tcp://127.0.0.1:1", replay=None, context=context)
+        stored = BlockStored(
+            block_hashes=[1], parent_block_hash=None, token_ids=list(range(BLOCK)), block_size=BLOCK
+        )
+        batch = EventBatch(ts=0.0, events=[stored])
+        feed._apply(0, batch)
+        assert (worker.mode, index.num_blocks) == ("text", 0)
+        assert worker.last_event_s is not None
+        feed.resume()
+        assert worker.mode == "exact"
+        feed._apply(0, batch)
+        assert index.num_blocks == 1
+    finally:
+        context.destroy(linger=0)
 
 
 async def test_the_fleet_checks_a_runner_at_registration(live_runner: LiveRunner) -> None:
