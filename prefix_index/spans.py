@@ -141,9 +141,9 @@ def headers(render: Callable[[Mapping[str, Any]], str]) -> dict[str, str]:
 
 def split_gap(gap: str, header: str | None) -> int:
     """Return where the next message starts in what stands between the texts of two messages."""
-    if header and gap.endswith(header):
-        return len(gap) - len(header)
-    return _header_at(gap)
+    # Not at the end only: some templates print tools between a message's header and its text.
+    at = gap.rfind(header) if header else -1
+    return at if at >= 0 else _header_at(gap)
 
 
 def is_only_control(text: str) -> bool:
