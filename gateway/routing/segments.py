@@ -35,7 +35,7 @@ _tails: WeakKeyDictionary[PromptReader, tuple[int, int]] = WeakKeyDictionary()
 def observe(plan: Plan) -> None:
     """Remember which text a request had, by hash; once per request, when it is over.
 
-    About 2 us per message that is known where it stands, 60 us per KB of new text.
+    About 1 us per message that is known where it stands, 15 us per KB of new text.
     """
     texts = _texts(plan.inbound)
     if texts:
@@ -86,7 +86,9 @@ def hints_of(inbound: Inbound) -> Hints:
 
 
 def quick_stable_tokens(plan: Plan) -> int:
-    """Return a lower bound of ``stable_tokens`` for the hot path: about 5 us, no rendering.
+    """Return a lower bound of ``stable_tokens`` for the hot path, without rendering.
+
+    About 5 us, and 0.4 us per KB of the current turn.
 
     It is the end of the last full block before the current turn's messages. What the exact one adds
     is knowledge inside the current message, and whatever imitated control tokens made uncertain.
