@@ -107,7 +107,7 @@ def doctor(
 ) -> None:
     """Say what costs prefix hits, most tokens first, and what to do about it.
 
-    Exits with 0 if nothing was found, 3 if something was, 1 if the gateway does not answer.
+    Exits with 0 if there is nothing to mend, 3 if there is, 1 if the gateway does not answer.
     """
     from gateway.doctor import ask, table
 

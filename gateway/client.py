@@ -7,7 +7,8 @@ from typing import Any
 
 # An operator waits; a gateway that needs longer than this for an admin answer is in trouble.
 TIMEOUT_S = 10.0
-COLUMNS = ("id", "pool", "mode", "state", "in flight", "gpu blocks", "url")
+PARITY = {1: "equal", 0: "diverged", -1: "unknown"}
+COLUMNS = ("id", "pool", "mode", "tokens", "state", "in flight", "gpu blocks", "url")
 
 
 def get_json(base: str, path: str, token: str | None) -> dict[str, Any]:
@@ -39,6 +40,7 @@ def _worker_row(worker: dict[str, Any]) -> tuple[str, ...]:
         worker["id"],
         worker["pool"],
         worker["mode"],
+        PARITY[worker["parity"]],
         worker["state"],
         str(worker["in_flight"]),
         str(worker["blocks"].get("gpu", 0)),

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 FULL_RATIO = 0.95
 # A template prints up to this many tokens before the first message.
 START_TOKENS = 32
+# Less than this share of all prompt tokens is what busy fleets lose in passing.
+MIN_LOST_RATIO = 0.01
 COLUMNS = ("tokens lost", "share", "requests", "cause", "where")
 
 
@@ -54,8 +56,9 @@ class Diagnosis:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether nothing was found."""
-        return not self.causes and not self.findings
+        """Whether nothing was found that is worth an operator's time."""
+        least = MIN_LOST_RATIO * self.totals["prompt_tokens"]
+        return not self.findings and all(row["tokens_lost"] < least for row in self.causes)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -193,7 +196,7 @@ def table(diagnosis: Diagnosis) -> str:
     for finding in diagnosis.findings:
         lines += ["", f"{finding.subject}: {finding.what}", f"    {finding.advice}"]
     if diagnosis.is_healthy:
-        lines += ["", "Nothing found."]
+        lines += ["", "Nothing to mend."]
     return "\n".join(lines)
 
 

@@ -150,20 +150,23 @@ class ParityCheck:
         return result
 
     async def _compare_probes(self, reader: PromptReader) -> tuple[Parity, Divergence | None]:
-        num_equal = 0
+        # What each kind of body said: nothing yet, or equal.
+        is_equal: dict[bool, bool] = {}
         for name, probe in PROBES.items():
             try:
                 ours = _our_tokens(reader, probe)
             except TemplateRefusedError:
                 continue  # a model without tools or system text; the engine refuses it too
+            is_equal.setdefault("messages" in probe, False)
             theirs = await self._ask(probe, self._pool.models[0])
             if theirs is None:
                 continue
             if ours != theirs:
                 text = await asyncio.to_thread(_mark_text, reader, probe, _first(ours, theirs))
                 return 0, _divergence(name, ours, theirs, text)
-            num_equal += 1
-        return (1, None) if num_equal else (-1, None)
+            is_equal["messages" in probe] = True
+        # An endpoint that knows no chat bodies says nothing about them.
+        return (1, None) if is_equal and all(is_equal.values()) else (-1, None)
 
     async def _compare_live(self, reader: PromptReader) -> None:
         plan = self._live

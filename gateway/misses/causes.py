@@ -21,6 +21,7 @@ class Cause(StrEnum):
     SYSTEM_TEXT = "system_text"
     HISTORY_EDIT = "history_edit"
     HISTORY_TRIMMED = "history_trimmed"
+    PASSAGE_ORDER = "passage_order"
     MOVED_TEXT = "moved_text"
     TEMPLATE_DATE = "template_date"
     TEMPLATE_OPTIONS = "template_options"
@@ -68,6 +69,10 @@ ADVICE = {
     Cause.HISTORY_TRIMMED: (
         "Old messages are dropped from the front of the history, which moves all others: trim "
         "rarely and by much, not by one message per turn."
+    ),
+    Cause.PASSAGE_ORDER: (
+        "The same passages come in another order: order them by their id or place in the "
+        "document instead of by score, the common ones first."
     ),
     Cause.MOVED_TEXT: (
         "A large stable text stands behind changing text: put it first, for example into the "

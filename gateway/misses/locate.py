@@ -6,26 +6,21 @@ the request. Only where two changes compete is a third prompt read, to see which
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from gateway.misses.causes import Cause, volatile_cause
+from gateway.misses.causes import Cause
+from gateway.misses.changed_text import first_char, is_reordered, volatile_at
 from gateway.misses.compare import first_difference
 from gateway.misses.known import INSTRUCTION_ROLES, message_text, prompt_text
 from prefix_index.chat import TemplateRefusedError
-from prefix_index.volatile import find_volatile
 
 if TYPE_CHECKING:
     from gateway.misses.known import Known
 
-# Reaches over the longest volatile span, so that one around the place is seen whole.
-WINDOW_CHARS = 1200
-MAX_NUMBER_CHARS = 20
-_NUMBER = re.compile(r"\d{1,2}:\d\d(?::\d\d)?(?![\w:])|\d{1,20}(?![\w:])")
 # Fields of a body, beside messages and tools, that templates print or branch on.
 TEMPLATE_OPTIONS = (
     "chat_template_kwargs",
@@ -87,8 +82,10 @@ def _in_prompt(known: Known, twin: Known) -> Place:
     text, before = prompt_text(known.body), prompt_text(twin.body)
     if text is None or before is None:
         return Place(Cause.OTHER, "current", "prompt")
-    char = _first_char(text, before)
-    cause = _volatile_at(text, before, char) or Cause.MOVED_TEXT
+    char = first_char(text, before)
+    cause = volatile_at(text, before, char)
+    if cause is None:
+        cause = Cause.PASSAGE_ORDER if is_reordered(text, before) else Cause.MOVED_TEXT
     return Place(cause, "current", "prompt", char, text)
 
 
@@ -139,8 +136,10 @@ def _in_message(
         return Place(unnamed, segment, path, 0, text)
     if text == text_before:
         return _beside_text(message, before, path, segment)
-    char = _first_char(text, text_before)
-    cause = _volatile_at(text, text_before, char) or unnamed
+    char = first_char(text, text_before)
+    cause = volatile_at(text, text_before, char)
+    if cause is None:
+        cause = Cause.PASSAGE_ORDER if is_reordered(text, text_before) else unnamed
     return Place(cause, segment, f"{path}.content", char, text)
 
 
@@ -195,30 +194,6 @@ def _tools_come_first(known: Known, twin: Known, token: int) -> bool:
     return first_difference(ids, twin.prompt.token_ids, 0) > token
 
 
-def _volatile_at(text: str, before: str, char: int) -> Cause | None:
-    """Return the kind of volatile text that stands at a position of either text."""
-    start = max(0, char - WINDOW_CHARS)
-    for each in (text, before):
-        for span in find_volatile(each[start : char + WINDOW_CHARS]):
-            if span.start_char <= char - start <= span.end_char:
-                return volatile_cause(span.kind)
-    return _changed_number(text, before, char)
-
-
-def _changed_number(text: str, before: str, char: int) -> Cause | None:
-    """Name a bare clock or number: that it changed is evidence that its shape alone is not."""
-    start = max(0, char - MAX_NUMBER_CHARS)
-    at = char
-    while at > start and (text[at - 1].isdigit() or text[at - 1] == ":"):
-        at -= 1
-    if at and text[at - 1].isalnum():
-        return None  # part of a name
-    new, old = _NUMBER.match(text, at), _NUMBER.match(before, at)
-    if new is None or old is None or new.group() == old.group():
-        return None
-    return Cause.DATETIME if ":" in new.group() and ":" in old.group() else Cause.COUNTER
-
-
 def _segment(message: Mapping[str, Any], *, is_last: bool) -> str:
     if message.get("role") in INSTRUCTION_ROLES:
         return "system"
@@ -230,17 +205,6 @@ def _first_item(left: list[bytes], right: list[bytes]) -> int:
     while at < end and left[at] == right[at]:
         at += 1
     return at
-
-
-def _first_char(left: str, right: str) -> int:
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[:middle] == right[:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _parsed(call: Any) -> Any:

@@ -11,16 +11,15 @@ import asyncio
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from gateway.misses.causes import Cause
-from gateway.misses.compare import first_difference, known_tokens, shared_blocks
 from gateway.misses.features import features, message_features
+from gateway.misses.finding import Finding, Finished, find, nearest
 from gateway.misses.known import Known
-from gateway.misses.locate import Place, locate
+from gateway.misses.locate import Place
 from gateway.misses.memory import Memory
 from gateway.misses.tally import Loss, Tally
 from gateway.routing.ticket import Outcome
@@ -37,8 +36,6 @@ COMPARED_PER_S = 50.0
 BURST = 256
 # Prompts that are compared in full with a new one: the best by shared features.
 MAX_TWINS = 3
-# Of two prompts that share less than this, neither is a near-duplicate of the other.
-MIN_SHARED_RATIO = 0.5
 # A loss below this many blocks, or below this share of the prompt, is rounding, the phrases that
 # two questions have in common, a template's own tokens.
 MIN_LOST_BLOCKS = 2
@@ -50,27 +47,6 @@ _IDENTITIES = frozenset({"cache_key", "document", "knowledge_base", "session"})
 _DOCUMENTS = frozenset({"document", "knowledge_base"})
 
 log = structlog.get_logger("warmlane")
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A finished request, as far as the report reads it."""
-
-    known: Known
-    plan: Plan
-    hit_tokens: int
-    others_hit_tokens: int
-    worker: str
-    decided_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a comparison found: tokens lost, where and why."""
-
-    tokens: int
-    place: Place
-    token: int
 
 
 class MissReport:
@@ -187,7 +163,7 @@ class MissReport:
         minimum = MIN_LOST_BLOCKS * known.prompt.block_size
         twins = self._memory.near(found, MAX_TWINS) if missed >= minimum else []
         if twins:
-            twin, lost_behind, shared = await run(self._executor, _nearest, finished, twins)
+            twin, lost_behind, shared = await run(self._executor, nearest, finished, twins)
             if twin is not None:
                 await self._judge(finished, twin, lost_behind, shared)
         self.tally.count("compared")
@@ -198,7 +174,7 @@ class MissReport:
         minimum = MIN_LOST_BLOCKS * block_size
         if lost >= max(minimum, MIN_LOST_RATIO * finished.known.usable_tokens):
             run = asyncio.get_running_loop().run_in_executor
-            finding = await run(self._executor, _find, finished.known, twin, lost, shared)
+            finding = await run(self._executor, find, finished, twin, lost, shared)
             self._count(finished, finding)
         uncached = shared * block_size - finished.hit_tokens
         if uncached >= minimum:
@@ -254,32 +230,3 @@ def _finished(known: Known, plan: Plan, ticket: Ticket, hit: int) -> Finished:
 def _identity(plan: Plan, kinds: frozenset[str]) -> str:
     key = plan.key
     return str(key) if key.kind in kinds else ""
-
-
-def _nearest(finished: Finished, twins: list[Known]) -> tuple[Known | None, int, int]:
-    """Return the twin that shares most, tokens lost behind its end, and leading blocks shared."""
-    known = finished.known
-    best: tuple[int, Known | None, int, int] = (0, None, 0, 0)
-    tokens = known.prompt.token_ids
-    for twin in twins:
-        shared = shared_blocks(
-            known.prompt.block_hashes, twin.prompt.block_hashes, known.num_blocks
-        )
-        start = shared * known.prompt.block_size
-        behind = max(start, finished.hit_tokens)
-        rest = tokens[start : known.usable_tokens]
-        again = known_tokens(rest, twin.prompt.token_ids[start:])
-        # What was hit thanks to a third prompt is not lost.
-        lost = min(again, known.usable_tokens - behind)
-        total = start + again
-        if total > best[0]:
-            best = (total, twin, lost, shared)
-    total, found, lost, shared = best
-    is_near = total >= MIN_SHARED_RATIO * known.usable_tokens
-    return (found, lost, shared) if is_near else (None, 0, 0)
-
-
-def _find(known: Known, twin: Known, lost: int, shared: int) -> Finding:
-    tokens, others = known.prompt.token_ids, twin.prompt.token_ids
-    token = first_difference(tokens, others, shared * known.prompt.block_size)
-    return Finding(lost, locate(known, twin, token), token)

@@ -16,14 +16,15 @@ from gateway.routing.pool import Pool, Worker
 from gateway.telemetry.record import RequestRecord
 from gateway.telemetry.requests import Telemetry
 from gateway.upstream.client import Upstream
+from prefix_index.chat import ChatTemplate
 from prefix_index.index import Index
+from prefix_index.prompts import PromptReader
 from tests.fakes.engine import RawEngine, Script, Seen, answer
 from tests.gateway.miss_parts import TEMPLATE, Served, Shop, message, reader
-from tests.gateway.routing_parts import BLOCK
+from tests.gateway.routing_parts import BLOCK, byte_tokenizer
 
 if TYPE_CHECKING:
     from prefix_index.engines import EngineKind
-    from prefix_index.prompts import PromptReader
 
 RULE = "Handbook rule 7: refunds are accepted within thirty days of delivery. "
 BOOK = RULE * 120
@@ -222,6 +223,60 @@ async def test_p17_a_second_bos_is_said_loudly() -> None:
     assert (line["log_level"], line["event"], line["position"]) == ("warning", "parity_diverged", 1)
     assert line["their_token"] == bos
     assert line["their_tokens"] == line["our_tokens"] + 1
+
+
+@pytest.mark.parametrize("order", ["BA", "BCA", "CAB", "ACB"])
+@pytest.mark.parametrize("hinted", [False, True], ids=["no hint", "documents named"])
+async def test_p18_the_same_passages_in_another_order(order: str, hinted: bool) -> None:
+    shop = Shop()
+    docs = {
+        name: "".join(f"Passage {n} of text {name} says so. " for n in range(40)) for name in order
+    }
+    headers = {"x-document-id": "a,b"} if hinted else {}
+    for names in (sorted(order), order):
+        passages = "\n".join(f'<doc id="{name}">{docs[name]}</doc>' for name in names)
+        question = [message("user", f"{passages}\n\nWhat do they say?")]
+        system = [message("system", "Answer from the documents.")]
+        served = await shop.serve([*system, *question], headers=headers)
+
+    row = await only_row(shop)
+    assert row["cause"] == "passage_order"
+    assert row["segment"] == ("knowledge" if hinted else "current")
+    assert row["tokens_lost"] == pytest.approx(served.missed_tokens, abs=(len(order) + 2) * BLOCK)
+
+
+async def test_p23_a_template_that_prints_the_date() -> None:
+    template = "Today: {{ strftime_now('%d %b %Y') }}\n" + TEMPLATE
+    now = 1_796_428_798.0
+    shop = Shop()
+    for second in (0.0, 86_400.0):
+        tokenizer = byte_tokenizer()
+        clock = lambda second=second: now + second  # noqa: E731
+        dated = ChatTemplate(template, special_tokens=tokenizer.special_tokens, clock=clock)
+        shop.pool.reader = PromptReader(tokenizer, dated, model="m", block_size=BLOCK)
+        await ask(shop, BOOK, "q")
+
+    row = await only_row(shop)
+    assert (row["cause"], row["segment"]) == ("template_date", "template")
+    assert row["tokens_lost"] == pytest.approx(len(BOOK), abs=4 * BLOCK)
+
+
+@pytest.mark.parametrize("tools", [[], list(TOOLS[:2])], ids=["none", "fewer"])
+async def test_p30_with_and_without_tools_are_two_prompts(tools: list[dict[str, Any]]) -> None:
+    shop = Shop()
+    await ask(shop, BOOK, "q", tools=list(TOOLS))
+    await ask(shop, BOOK, "q", **({"tools": tools} if tools else {}))
+
+    row = await only_row(shop)
+    assert (row["cause"], row["segment"]) == ("tools_changed", "tools")
+
+
+async def test_p37_a_list_of_parts_is_the_same_prompt_as_its_text() -> None:
+    shop = Shop()
+    await ask(shop, BOOK, "q")
+    await ask(shop, [{"type": "text", "text": BOOK}], "q")
+
+    assert await shop.causes() == {}
 
 
 PASTES = {

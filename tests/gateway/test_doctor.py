@@ -149,7 +149,7 @@ async def test_a_healthy_gateway_exits_with_0(smollm2_dir: Path) -> None:
         done = await doctor(gateway.url)
 
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith("Nothing found.\n")
+    assert done.stdout.endswith("Nothing to mend.\n")
 
 
 async def test_a_worker_with_another_template_is_found(smollm2_dir: Path, tmp_path: Path) -> None:
@@ -262,6 +262,24 @@ def test_what_is_harmless_is_no_finding(changes: dict[str, Any]) -> None:
     diagnosis = diagnose([worker_row(**changes)], [pool_row()], {"causes": [], "totals": TOTALS})
 
     assert diagnosis.is_healthy
+
+
+@pytest.mark.parametrize(("lost", "ok"), [(99, True), (100, False)])
+def test_a_loss_in_passing_is_shown_and_is_no_reason_to_act(lost: int, ok: bool) -> None:
+    row = {
+        "cause": "not_cached",
+        "segment": "cache",
+        "tokens_lost": lost,
+        "requests": 1,
+        "share": 1.0,
+        "example": {"place": "", "char": None, "token": 0},
+        "advice": "Add capacity.",
+    }
+    diagnosis = diagnose([], [], {"causes": [row], "totals": TOTALS})
+
+    assert diagnosis.is_healthy is ok
+    assert "not_cached" in table(diagnosis)
+    assert ("Nothing to mend." in table(diagnosis)) is ok
 
 
 async def test_no_gateway_exits_with_1() -> None:

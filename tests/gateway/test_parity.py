@@ -108,6 +108,19 @@ async def test_sglang_is_asked_at_its_own_path_and_never_for_a_second_bos() -> N
         assert flags == {True: False, False: True}
 
 
+async def test_an_endpoint_that_knows_no_chat_leaves_it_unknown() -> None:
+    """SGLang before chat bodies: a prompt's equal tokens say nothing about the template."""
+    fake = Tokenizing(path="/v1/tokenize")
+
+    def respond(seen: Seen) -> Script:
+        return answer(b"{}", 422) if "messages" in seen.json() else fake.respond(seen)
+
+    async with serving(RawEngine(respond)) as engine:
+        check, _ = make_check(engine.url, engine="sglang")
+
+        assert await check.check() == -1
+
+
 async def test_a_generic_engine_is_never_asked() -> None:
     async with serving(RawEngine()) as engine:
         check, _ = make_check(engine.url, engine="openai")
