@@ -16,7 +16,7 @@ from gateway.routing.segments import layout_of, observe
 from prefix_index.segments import Found, stable_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from gateway.routing.cost import Candidate, Estimate
     from gateway.routing.dispatch import Plan
@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     from prefix_index.volatile import Volatile
 
 
-def explain_json(plan: Plan, decision: Decision, layout: Layout | None = None) -> dict[str, Any]:
+def explain_json(
+    plan: Plan,
+    decision: Decision,
+    layout: Layout | None = None,
+    canonicalization: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
     """Describe a plan and its decision as plain JSON values.
 
     Not for the hot path: finding the segments renders the prompt up to five times and tokenizes it
@@ -33,7 +38,8 @@ def explain_json(plan: Plan, decision: Decision, layout: Layout | None = None) -
     Args:
         plan: The request as read.
         decision: What ``Dispatcher.choose`` answered for it.
-        layout: What ``layout_of(plan)`` found, perhaps in a thread; found here if not given.
+        layout: What ``layout_of(plan)`` found; found here if not given.
+        canonicalization: What each rule did, or would do.
     """
     if layout is None:
         layout = layout_of(plan)
@@ -55,7 +61,7 @@ def explain_json(plan: Plan, decision: Decision, layout: Layout | None = None) -
             num_tokens=plan.num_tokens,
             block_size=plan.pool.block_size,
         ),
-        "canonicalization": [],
+        "canonicalization": [dict(entry) for entry in canonicalization],
         "affinity": {
             "key": str(plan.key),
             "source": plan.key.source,

@@ -187,6 +187,16 @@ async def test_a_layout_found_elsewhere_is_used() -> None:
     assert explain["stable_tokens"] == plan.num_tokens // BLOCK * BLOCK
 
 
+async def test_what_the_rules_did_is_passed_on() -> None:
+    pool, clock = make_pool(2), Clock()
+    routes = dispatcher(pool, clock)
+    plan = await routes.plan(pool, conversation("a"), in_full=True)
+    entry = {"rule": "stable-tools", "applied": False, "tokens_saved": 0}
+    explain = explain_json(plan, routes.choose(plan), canonicalization=[entry])
+
+    assert explain["canonicalization"] == [entry]
+
+
 # --- advice --------------------------------------------------------------------------------------
 
 
