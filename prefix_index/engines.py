@@ -31,10 +31,12 @@ class RenderOptions:
     Attributes:
         default_kwargs: Template variables of requests that do not set them.
         drops_unused_tools: Whether vLLM leaves tools out when ``tool_choice`` is "none".
+        keeps_tool_order: Whether SGLang is a release that prints tools in the order sent.
     """
 
     default_kwargs: Mapping[str, Any] = field(default_factory=dict)
     drops_unused_tools: bool = False
+    keeps_tool_order: bool = False
 
 
 class Renderer(Protocol):
@@ -102,7 +104,9 @@ def build_renderer(
             template, default_kwargs=defaults, drops_unused_tools=options.drops_unused_tools
         )
     if kind == "sglang":
-        return SglangRenderer(template, default_kwargs=defaults)
+        return SglangRenderer(
+            template, default_kwargs=defaults, keeps_tool_order=options.keeps_tool_order
+        )
     if kind in ("runner", "openai"):
         return BodyRenderer(template, kind=kind, default_kwargs=defaults)
     raise ValueError(f"no such kind of engine: {kind}")
@@ -151,6 +155,7 @@ def fingerprint(
         template.timezone if template else None,
         dict(options.default_kwargs),
         options.drops_unused_tools,
+        options.keeps_tool_order,
     ]
     text = json.dumps(identity, sort_keys=True, default=str)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

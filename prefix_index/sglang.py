@@ -1,12 +1,13 @@
 """What SGLang makes of a chat body before it renders.
 
 The body passes through pydantic models: tools come out with their description first and unset
-fields added. Parts are joined by blanks. A conversation that ends with the assistant is continued
-behind the generation prompt if the client asks for that, and otherwise that turn becomes the
-user's. A body that SGLang answers with 400 is refused here or not, as is simpler.
+fields added, or, in newer releases, in the order in which they were sent. Parts are joined by
+blanks. A conversation that ends with the assistant is continued behind the generation prompt if
+the client asks for that, and otherwise that turn becomes the user's. A body that SGLang answers
+with 400 is refused here or not, as is simpler.
 
-Source: SGLang main of autumn 2026, ``srt/entrypoints/openai/protocol.py`` and ``serving_chat.py``,
-``srt/parser/jinja_template_utils.py``.
+Source: SGLang, ``srt/entrypoints/openai/protocol.py`` and ``serving_chat.py``,
+``srt/parser/jinja_template_utils.py``; its main of summer 2026 and release 0.5.23.
 """
 
 from __future__ import annotations
@@ -44,10 +45,18 @@ class SglangRenderer:
     Args:
         template: The model's template.
         default_kwargs: Template variables of every request.
+        keeps_tool_order: Whether it prints a tool's fields in the order sent (0.5.23 does).
     """
 
-    def __init__(self, template: ChatTemplate, *, default_kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        *,
+        default_kwargs: Mapping[str, Any],
+        keeps_tool_order: bool,
+    ) -> None:
         self._template = template
+        self._tool = _tool_as_sent if keeps_tool_order else _tool
         self._default_kwargs = default_kwargs
         self._as_parts = template.sglang_content_format == "openai"
 
@@ -58,11 +67,11 @@ class SglangRenderer:
             NotTextError: If it cannot be known here.
             TemplateRefusedError: If the template refuses.
         """
-        chat = [_message(message, self._as_parts) for message in messages_of(body)]
+        chat = [self._message(message) for message in messages_of(body)]
         if not chat:
             raise NotTextError("there are no messages")
         chat, continued = _end_with_user(chat, body.get("continue_final_message") is True)
-        tools = _tools(body)
+        tools = self._tools(body)
         kwargs = {**self._default_kwargs, **_variables(body)}
         try:
             text = self._template.render(chat, tools=tools, kwargs=kwargs)
@@ -74,31 +83,44 @@ class SglangRenderer:
             text = self._template.render(chat, tools=bare, kwargs=kwargs)
         return text + continued
 
+    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        role = message["role"]
+        content = message.get("content")
+        if role == "user":
+            if content is None:
+                raise NotTextError("a user message must have content")
+            return {"role": role, "content": _content(content, role, self._as_parts)}
+        role = role.lower()
+        if role not in _ROLES:
+            raise NotTextError("a message has an unknown role")
+        out = {
+            "role": role,
+            "content": "" if content is None else _content(content, role, self._as_parts),
+            "tool_call_id": message.get("tool_call_id"),
+            "name": message.get("name"),
+            "reasoning_content": message.get("reasoning_content"),
+            "tool_calls": None,
+            "tools": None,
+        }
+        if message.get("tool_calls") is not None:
+            out["tool_calls"] = [_tool_call(call, role) for call in tool_calls_of(message)]
+        if isinstance(message.get("tools"), list):
+            out["tools"] = [self._tool(tool) for tool in message["tools"]]
+        return {key: value for key, value in out.items() if value is not None}
 
-def _message(message: Mapping[str, Any], as_parts: bool) -> dict[str, Any]:
-    role = message["role"]
-    content = message.get("content")
-    if role == "user":
-        if content is None:
-            raise NotTextError("a user message must have content")
-        return {"role": role, "content": _content(content, role, as_parts)}
-    role = role.lower()
-    if role not in _ROLES:
-        raise NotTextError("a message has an unknown role")
-    out = {
-        "role": role,
-        "content": "" if content is None else _content(content, role, as_parts),
-        "tool_call_id": message.get("tool_call_id"),
-        "name": message.get("name"),
-        "reasoning_content": message.get("reasoning_content"),
-        "tool_calls": None,
-        "tools": None,
-    }
-    if message.get("tool_calls") is not None:
-        out["tool_calls"] = [_tool_call(call, role) for call in tool_calls_of(message)]
-    if isinstance(message.get("tools"), list):
-        out["tools"] = [_tool(tool) for tool in message["tools"]]
-    return {key: value for key, value in out.items() if value is not None}
+    def _tools(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        tools = body.get("tools")
+        choice = body.get("tool_choice")
+        if not tools or choice == "none":
+            return None
+        if not isinstance(tools, list):
+            raise NotTextError("tools must be a list")
+        dumped = [self._tool(tool) for tool in tools]
+        if isinstance(choice, dict):
+            # A named tool is the only one that the model sees.
+            name = choice.get("function", {}).get("name")
+            dumped = [tool for tool in dumped if tool["function"]["name"] == name]
+        return dumped
 
 
 def _content(content: Any, role: str, as_parts: bool) -> str | list[dict[str, str]]:
@@ -140,21 +162,6 @@ def _tool_call(call: dict[str, Any], role: str) -> dict[str, Any]:
     }
 
 
-def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    tools = body.get("tools")
-    choice = body.get("tool_choice")
-    if not tools or choice == "none":
-        return None
-    if not isinstance(tools, list):
-        raise NotTextError("tools must be a list")
-    dumped = [_tool(tool) for tool in tools]
-    if isinstance(choice, dict):
-        # A named tool is the only one that the model sees.
-        name = choice.get("function", {}).get("name")
-        dumped = [tool for tool in dumped if tool["function"]["name"] == name]
-    return dumped
-
-
 def _tool(tool: Any) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -171,6 +178,29 @@ def _tool(tool: Any) -> dict[str, Any]:
     if function.get("defer_loading") is not None:
         out["defer_loading"] = function["defer_loading"]
     return {"type": tool.get("type", "function"), "function": out}
+
+
+def _tool_as_sent(tool: Any) -> dict[str, Any]:
+    """Return a tool with its fields in the order sent, the unset ones behind them."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise NotTextError("a tool must be an object with a function that has a name")
+    fields = ("description", "name", "parameters")
+    optional = ("strict", "defer_loading")
+    out = {
+        key: value
+        for key, value in function.items()
+        if key in fields or (key in optional and value is not None)
+    }
+    out |= {key: None for key in fields if key not in out}
+    deferred = tool.get("defer_loading")
+    if deferred is not None:
+        out.setdefault("defer_loading", deferred)
+    return {
+        "type": tool.get("type", "function"),
+        "function": out,
+        "defer_loading": deferred,
+    }
 
 
 def _end_with_user(

@@ -125,6 +125,16 @@ def test_fields_that_are_not_set_are_added_as_the_engine_adds_them(
         assert printed == json.dumps(sglang)
 
 
+def test_a_newer_sglang_prints_tools_in_the_order_sent() -> None:
+    options = RenderOptions(keeps_tool_order=True)
+    body = user("q", tools=[{"function": {"parameters": {}, "name": "f", "strict": None}}])
+
+    assert prompt("sglang", body, "{{ tools[0] | tojson }}", options) == (
+        '{"type": "function", "function": {"parameters": {}, "name": "f", "description": null},'
+        ' "defer_loading": null}'
+    )
+
+
 def test_a_deferred_tool_says_so_in_vllm_on_both_levels() -> None:
     tool = {"defer_loading": True, "function": {"name": "f"}, "type": "function"}
 
