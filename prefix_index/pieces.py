@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from prefix_index.chat import TemplateRefusedError
+from prefix_index.regions import current_from
 from prefix_index.spans import (
     Placed,
     difference,
@@ -74,19 +75,41 @@ def _pieces(
         if stretch.at < done:
             continue  # printed inside another text
         kind = _kind_of(labels[stretch.message], stretch.start)
-        gap = rendered[done : stretch.at]
         if before is None or before.message != stretch.message:
-            split = done + split_gap(gap, head.get(str(roles[stretch.message])))
+            split = None
+            if pieces and pieces[-1][1] != kind:
+                split = _end_before(reader, body, rendered, stretch.message, done, stretch.at)
+            if split is None:
+                gap = rendered[done : stretch.at]
+                split = done + split_gap(gap, head.get(str(roles[stretch.message])))
             last = pieces[-1][1] if pieces else _first_kind(kind, rendered, split, inserts)
             pieces += _overlaid(done, split, last, inserts)
             pieces += _overlaid(split, stretch.at, kind, inserts)
-        elif gap:
+        elif stretch.at > done:
             pieces.append((stretch.at, pieces[-1][1]))
         pieces.append((stretch.until, kind))
         done = stretch.until
         before = stretch
-    pieces += _overlaid(done, len(rendered), "current", inserts)
-    return pieces
+    current = current_from(body["messages"])
+    if before is not None and before.message < current:
+        # The current messages have no text.
+        split = _end_before(reader, body, rendered, current, done, len(rendered))
+        if split is not None:
+            pieces += _overlaid(done, split, pieces[-1][1], inserts)
+            done = split
+    return pieces + _overlaid(done, len(rendered), "current", inserts)
+
+
+def _end_before(
+    reader: PromptReader, body: Mapping[str, Any], rendered: str, message: int, low: int, high: int
+) -> int | None:
+    """Return where the prompt of the messages before one ends; None if not in this range."""
+    part = {**body, "messages": body["messages"][:message], "add_generation_prompt": False}
+    try:
+        text = reader.render({**part, "continue_final_message": False})
+    except TemplateRefusedError:
+        return None
+    return len(text) if low <= len(text) <= high and rendered.startswith(text) else None
 
 
 def _first_kind(
@@ -145,17 +168,13 @@ def _pieces_by_prefix(
     reader: PromptReader, body: Mapping[str, Any], rendered: str, labels: Sequence[Sequence[Label]]
 ) -> list[tuple[int, SegmentKind]]:
     """Find the ends of messages by rendering the conversation up to each; unknown ones are left."""
-    messages = body["messages"]
     kinds = [row[0].kind if row else None for row in labels]
     pieces: list[tuple[int, SegmentKind]] = []
     for m, (kind, following) in enumerate(pairwise(kinds)):
         if kind is None or kind == following:
             continue
-        part = {**body, "messages": messages[: m + 1], "add_generation_prompt": False}
-        try:
-            text = reader.render({**part, "continue_final_message": False})
-        except TemplateRefusedError:
-            continue
-        if rendered.startswith(text) and (not pieces or len(text) > pieces[-1][0]):
-            pieces.append((len(text), kind))
+        low = pieces[-1][0] + 1 if pieces else 0
+        end = _end_before(reader, body, rendered, m + 1, low, len(rendered))
+        if end is not None:
+            pieces.append((end, kind))
     return [*pieces, (len(rendered), "current")]

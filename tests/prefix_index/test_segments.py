@@ -261,6 +261,35 @@ def test_moving_a_boundary_leaves_the_tokens_as_they_are(first: int, second: int
     assert prompt.token_ids == before == reader.chat(body).complete().token_ids
 
 
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def test_an_assistants_calls_are_history_and_their_results_current() -> None:
+    reader = reader_of(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    body = turns("Go.")
+    body["messages"] += [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c", "content": "42"},
+    ]
+
+    assert texts(reader, body, layout(reader, body))[1:] == [
+        (
+            "history",
+            "<|im_start|>user\nGo.<|im_end|>\n<|im_start|>assistant\n<call>f</call><|im_end|>\n",
+        ),
+        ("current", "<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"),
+    ]
+    body["messages"][-1]["content"] = ""
+    assert texts(reader, body, layout(reader, body))[2] == (
+        "current",
+        "<|im_start|>tool\n<|im_end|>\n<|im_start|>assistant\n",
+    )
+
+
 # --- hints ---------------------------------------------------------------------------------------
 
 DOCUMENT = "The warm lane keeps its blocks. " * 40
