@@ -12,7 +12,7 @@ import re
 from heapq import nsmallest
 from typing import TYPE_CHECKING, Any
 
-from gateway.misses.known import instructions, message_text, prompt_text
+from gateway.misses.known import INSTRUCTION_ROLES, instructions, message_text, prompt_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,8 +66,9 @@ def message_features(known: Known, since: int) -> list[int]:
     found = []
     for message in known.messages[since:]:
         text = message_text(message)
-        role = message.get("role")
-        if len(text) >= MIN_MESSAGE_CHARS and role not in ("system", "developer"):
+        # Clients send what they like: a role may be a list, which has no hash.
+        role = str(message.get("role"))
+        if len(text) >= MIN_MESSAGE_CHARS and role not in INSTRUCTION_ROLES:
             found.append(hash((scope, "message", role, text)))
     return found
 

@@ -22,7 +22,7 @@ Scope = tuple[str, str]
 
 INSTRUCTION_ROLES = ("system", "developer")
 # Kinds of content part that are text; bodies with others (images) are not kept, they are large.
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "thinking", None})
+_TEXT_PARTS = ("text", "input_text", "output_text", "thinking", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,20 @@ class Known:
         """The tools."""
         tools = self.body.get("tools")
         return tools if isinstance(tools, list) else []
+
+    @property
+    def has_one_hit(self) -> bool:
+        """Whether the reported hit is that of one prompt, looked up in the cache.
+
+        Of several prompts only the first is read but all are counted, and prompts whose own
+        probabilities are asked for are computed without the cache.
+        """
+        body = self.body
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
+            return False
+        is_one_choice = body.get("n") in (None, 1) and body.get("best_of") in (None, 1)
+        return is_one_choice and body.get("prompt_logprobs") is None and not body.get("echo")
 
     def has_text_only(self, *, since: int = 0) -> bool:
         """Whether the messages from ``since`` on carry nothing but text."""

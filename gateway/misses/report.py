@@ -81,7 +81,7 @@ class MissReport:
         if prompt is None or ticket.outcome is not Outcome.OK:
             return
         known = Known.from_plan(plan, prompt, self._clock())
-        if not known.num_blocks:
+        if not known.num_blocks or not known.has_one_hit:
             return
         observed = ticket.observed_hit_tokens
         hit = ticket.predicted_hit_tokens if observed is None else observed
@@ -119,6 +119,7 @@ class MissReport:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
+            self._executor = None
 
     def _enqueue(self, known: Known, plan: Plan, ticket: Ticket, hit: int) -> None:
         if len(self._queue) >= MAX_QUEUE or not self._may_compare():
@@ -143,9 +144,10 @@ class MissReport:
                 finished = self._queue.popleft()
                 try:
                     await self._compare(finished)
-                except Exception:  # a report must never end because of one odd body
+                except Exception as error:  # a report must never end because of one odd body
                     self.tally.count("failed")
-                    log.exception("miss_not_compared")
+                    # Its words may quote the body.
+                    log.warning("miss_not_compared", error=type(error).__name__)
         finally:
             self._task = None
 

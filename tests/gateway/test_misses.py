@@ -352,17 +352,60 @@ async def test_images_are_not_kept() -> None:
     assert len(memory) == 0
 
 
-async def test_an_odd_body_ends_nothing() -> None:
+ODD = {
+    "no messages": {"messages": None},
+    "a number": {"messages": 7},
+    "what is no message": {"messages": [7, None, "x"]},
+    "no messages at all": {"messages": []},
+    "an odd role": {"messages": [{"role": ["a"], "content": "Long enough to count."}]},
+    "odd content": {"messages": [{"role": {"a": 1}, "content": {"a": 1}}]},
+    "odd parts": {"messages": [{"role": "user", "content": [{"type": ["a"]}, 7, None]}]},
+    "odd text": {"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]},
+    "odd tools": {"messages": [], "tools": [7, None, {"function": 7}, {"function": {"name": []}}]},
+    "odd calls": {"messages": [{"role": "assistant", "tool_calls": [7, {"function": None}]}]},
+    "odd prompt": {"prompt": {"a": 1}},
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+async def test_an_odd_body_ends_nothing(odd: dict[str, Any]) -> None:
+    """What an engine answers is observed, whatever the body; first, behind, and before others."""
     shop = Shop()
     served = await shop.serve(conversation(3))
-    for messages in (None, 7, [7, None], [{"role": 3, "content": {"a": 1}}], []):
-        body = {"model": "m", "messages": messages, "tools": "none"}
-        served.plan.inbound.body = body
-        shop.report.observe(served.plan, served.ticket)
-    await shop.serve(conversation(4, system="Another one. " * 50))
+    other = await shop.serve(conversation(3, system="Another. " + HANDBOOK))
+    for each in (served, other):
+        plan = each.plan
+        body = plan.inbound.body
+        for form in (odd, {**body, **odd}, body):
+            plan.inbound.body = {"model": "m", **form}
+            for report in (shop.report, MissReport(clock=shop.clock)):
+                report.observe(plan, each.ticket)
+                await report.settled()
+                await report.close()
+    await shop.serve(conversation(4))
     await shop.report.settled()
 
-    assert shop.report.report()["totals"]["failed"] == 0
+    totals = shop.report.report()["totals"]
+    assert (totals["requests"], totals["failed"]) == (3 + 6, 0)
+
+
+COUNTED_OTHERWISE = {
+    "several choices": {"n": 2},
+    "the best of several": {"best_of": 3},
+    "the prompt's own probabilities": {"prompt_logprobs": 1},
+    "an echo": {"echo": True},
+    "several prompts": {"prompt": ["a", "b"]},
+}
+
+
+@pytest.mark.parametrize("fields", COUNTED_OTHERWISE.values(), ids=COUNTED_OTHERWISE)
+async def test_hits_that_are_counted_otherwise_are_left_out(fields: dict[str, Any]) -> None:
+    shop = Shop()
+    served = await shop.serve(conversation(3))
+    served.plan.inbound.body |= fields
+    shop.report.observe(served.plan, served.ticket)
+
+    assert shop.report.report()["totals"]["requests"] == 1
 
 
 async def test_observing_a_request_that_hit_as_expected_takes_30_us() -> None:
