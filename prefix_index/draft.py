@@ -135,13 +135,17 @@ class Draft:
         """Characters that ``complete`` has to tokenize."""
         return sum(map(len, self._texts))
 
-    def beginning(self) -> Beginning:
-        """Find what is known, by segments and by blocks of text; ``complete`` will anchor the rest.
+    def beginning(self, *, by_text: bool) -> Beginning:
+        """Find what is known without tokenizing.
 
-        For prompts with much unknown text: it costs 1 us per KB.
+        Args:
+            by_text: Look by blocks of text too, and have ``complete`` anchor the rest; for prompts
+                with much unknown text, since it costs 1 us per KB.
         """
-        self._chain = chain = text_chain(self._data, self._root)
         hashes = _all_hashes(self._known)
+        if not by_text:
+            return Beginning(hashes, self.known_tokens, self.unknown_chars, [])
+        self._chain = chain = text_chain(self._data, self._root)
         anchored, num_links = self._reader.anchors.find(chain)
         if len(anchored) <= len(hashes):
             return Beginning(hashes, self.known_tokens, self.unknown_chars, chain)

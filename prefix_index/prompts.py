@@ -86,6 +86,11 @@ class PromptReader:
         self._cuts = [token.encode() for token in cuts]
 
     @property
+    def memo_bytes(self) -> int:
+        """Memory of known text, in bytes."""
+        return self._memo.num_bytes + self.anchors.num_bytes
+
+    @property
     def has_forgotten(self) -> bool:
         """Whether text that was once read may be unknown again."""
         return self._memo.has_forgotten
@@ -182,7 +187,7 @@ class PromptReader:
             start = start.extended(array("I", self._tokenizer.prefix_ids), self.block_size)
         # Another first key: the same text has other tokens behind a BOS.
         suffix = array("I", self._tokenizer.suffix_ids)
-        return self._draft(text, start, root, root + b"completion", salt, suffix)
+        return self._draft(text, start, root, xxh3_128_digest(root + b"completion"), salt, suffix)
 
     def _draft(
         self,
@@ -198,25 +203,24 @@ class PromptReader:
         except UnicodeEncodeError as error:
             raise TemplateRefusedError(f"the prompt is not valid Unicode: {error}") from error
         bounds = segment_bounds(data, self._cuts)
-        view = memoryview(data)
-        # Tenants must not learn from response times which text another one has sent.
-        seed = _seed(salt)
-        text_keys = []
+        begin = 0
         chain_keys = []
-        for begin, end in pairwise(bounds):
-            text_key = xxh3_128_digest(view[begin:end], seed)
-            key = xxh3_128_digest(key + text_key)
-            text_keys.append(text_key)
+        for end in bounds[1:]:
+            key = xxh3_128_digest(key + data[begin:end])
             chain_keys.append(key)
+            begin = end
         known = self._memo.known_chain(chain_keys)
         done = len(known)
+        unknown = [data[begin:end] for begin, end in pairwise(bounds[done:])]
+        # Tenants must not learn from response times which text another one has sent.
+        seed = _seed(salt)
         return Draft(
             self,
             root,
             [start, *known],
-            [data[begin:end].decode() for begin, end in pairwise(bounds[done:])],
+            [text.decode() for text in unknown],
             chain_keys[done:],
-            text_keys[done:],
+            [xxh3_128_digest(text, seed) for text in unknown],
             suffix,
             data,
         )

@@ -10,12 +10,12 @@ the request waits for its tokens, for a moment.
 from __future__ import annotations
 
 import asyncio
-import os
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gateway.routing.affinity import text_of
+from gateway.routing.behind import Job, TokenThreads
 from gateway.routing.cost import prefill_s
 from gateway.routing.plan import Plan
 from prefix_index.blocks import usable_blocks
@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from prefix_index.draft import Draft, Prompt
     from prefix_index.prompts import PromptReader
 
-# Up to this much unknown text is tokenized on the event loop (about 1 us per 4 characters, with the
-# GIL held for part of it); a thread would cost more than it saves.
+# Up to this much unknown text is tokenized on the event loop (about 0.4 us a character) where its
+# tokens matter: nothing else is known of the prompt.
 MAX_INLINE_CHARS = 2000
+# Where at least half of a prompt is known, its end is tokenized on the loop only if that costs no
+# more than handing it to a thread.
+MAX_TAIL_CHARS = 200
 # English text and code in common vocabularies; used for prompts that cannot be read.
 CHARS_PER_TOKEN = 4
 # A request waits for its tokens no longer than this, and no longer than this share of its prefill.
@@ -39,8 +42,6 @@ PATIENCE_SHARE = 0.10
 # Text waiting to be tokenized behind its requests, about 2 s of one core: beyond it, prompts are
 # routed by their known beginning and their tokens are never learned.
 MAX_BACKLOG_CHARS = 8_000_000
-# Threads that tokenize: the event loop keeps a core.
-MAX_THREADS = 4
 # Weight of one prompt in the pool's mean of characters per token.
 RATIO_ALPHA = 0.05
 
@@ -57,8 +58,7 @@ class Reading:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        threads = max(1, min(MAX_THREADS, (os.cpu_count() or 2) - 1))
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
+        self._threads = TokenThreads()
         self.backlog_chars = 0
 
     async def read(self, pool: Pool, inbound: Inbound, *, in_full: bool) -> Plan:
@@ -76,10 +76,12 @@ class Reading:
             draft = _draft(reader, inbound)
             unknown_chars = draft.unknown_chars
             plan = Plan(pool, inbound, 0)
-            if unknown_chars <= MAX_INLINE_CHARS:
+            known_chars = draft.known_tokens * pool.chars_per_token
+            limit = MAX_TAIL_CHARS if known_chars >= unknown_chars else MAX_INLINE_CHARS
+            if unknown_chars <= limit:
                 plan.take(draft.complete())
             else:
-                await self._read_long(plan, draft, unknown_chars, in_full)
+                await self._read_behind(plan, draft, unknown_chars, in_full)
         except Exception as error:  # templates and tokenizers raise what they like
             # Never the request's end: counted, told in the plan, and routed by its text.
             reason = type(error).__name__
@@ -87,8 +89,11 @@ class Reading:
             return Plan(pool, inbound, estimate_tokens(inbound.body), unread=reason)
         return plan
 
-    async def _read_long(self, plan: Plan, draft: Draft, unknown_chars: int, in_full: bool) -> None:
-        pool, begins = plan.pool, draft.beginning()
+    async def _read_behind(
+        self, plan: Plan, draft: Draft, unknown_chars: int, in_full: bool
+    ) -> None:
+        pool = plan.pool
+        begins = draft.beginning(by_text=unknown_chars > MAX_INLINE_CHARS)
         new_tokens = max(1, round(begins.rest_chars / pool.chars_per_token))
         plan.num_tokens = begins.num_tokens + new_tokens
         plan.hashes = begins.hashes[: usable_blocks(plan.num_tokens, pool.block_size)]
@@ -97,38 +102,41 @@ class Reading:
             pool.unread_prompts["Backlog"] += 1
             return
         self.backlog_chars += unknown_chars
-        loop = asyncio.get_running_loop()
-        tokens = loop.run_in_executor(self._executor, draft.complete)
-        tokens.add_done_callback(partial(self._arrived, unknown_chars))
-        if in_full:
-            plan.take(await tokens)
-            return
-        if 2 * begins.num_tokens < plan.num_tokens and pool.may_hold_unread_text(self._clock()):
-            await asyncio.wait((tokens,), timeout=_patience_s(pool, new_tokens, plan.num_tokens))
-        if tokens.done():
-            plan.take(tokens.result())
-            return
         plan.is_behind = True
-        tokens.add_done_callback(partial(_settle, plan, draft.known_tokens, unknown_chars))
+        tell = partial(self._arrived, plan, draft.known_tokens, unknown_chars)
+        self._threads.start(Job(draft, asyncio.get_running_loop(), tell))
+        if in_full:
+            await _settled(plan)
+        elif 2 * begins.num_tokens < plan.num_tokens and pool.may_hold_unread_text(self._clock()):
+            patience_s = _patience_s(pool, new_tokens, plan.num_tokens)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(_settled(plan), patience_s)
 
-    def _arrived(self, unknown_chars: int, _tokens: asyncio.Future[Prompt]) -> None:
+    def _arrived(
+        self,
+        plan: Plan,
+        known_tokens: int,
+        unknown_chars: int,
+        prompt: Prompt | None,
+        error: Exception | None,
+    ) -> None:
         self.backlog_chars -= unknown_chars
+        pool = plan.pool
+        if prompt is None:
+            reason = type(error).__name__
+            pool.unread_prompts[reason] += 1
+            plan.settle(None, reason)
+            return
+        new_tokens = max(1, prompt.num_tokens - known_tokens)
+        pool.chars_per_token += RATIO_ALPHA * (unknown_chars / new_tokens - pool.chars_per_token)
+        plan.settle(prompt)
 
 
-def _settle(
-    plan: Plan, known_tokens: int, unknown_chars: int, tokens: asyncio.Future[Prompt]
-) -> None:
-    pool = plan.pool
-    error = None if tokens.cancelled() else tokens.exception()
-    if tokens.cancelled() or error is not None:
-        reason = type(error).__name__ if error is not None else "Cancelled"
-        pool.unread_prompts[reason] += 1
-        plan.settle(None, reason)
-        return
-    prompt = tokens.result()
-    new_tokens = max(1, prompt.num_tokens - known_tokens)
-    pool.chars_per_token += RATIO_ALPHA * (unknown_chars / new_tokens - pool.chars_per_token)
-    plan.settle(prompt)
+async def _settled(plan: Plan) -> None:
+    """Return once the plan's tokens are there, or will never be."""
+    settled = asyncio.Event()
+    plan.when_settled(settled.set)
+    await settled.wait()
 
 
 def _draft(reader: PromptReader, inbound: Inbound) -> Draft:

@@ -286,13 +286,13 @@ async def test_the_wait_is_bounded_by_a_moment_and_by_a_tenth_of_the_prefill(
 ) -> None:
     pool, routes, _ = make(2, model=model)
     waits: list[float] = []
-    wait = asyncio.wait
+    wait_for = asyncio.wait_for
 
-    async def noted(futures: Any, **options: Any) -> Any:
-        waits.append(options["timeout"])
-        return await wait(futures, **options)
+    async def noted(awaitable: Any, patience_s: float) -> Any:
+        waits.append(patience_s)
+        return await wait_for(awaitable, patience_s)
 
-    monkeypatch.setattr(asyncio, "wait", noted)
+    monkeypatch.setattr(asyncio, "wait_for", noted)
     with gated(pool):
         async with warm_engine(pool, routes, epoch=None) as plan:
             assert plan.is_behind

@@ -39,6 +39,7 @@ def segments(numbers: list[int]) -> list[Segment]:
     return found
 
 
+@settings(deadline=None)
 @given(prompts, st.integers(0, 60_000))
 def test_it_stays_within_its_bytes_and_knows_only_what_is_true(
     asked: list[list[int]], max_bytes: int
@@ -60,7 +61,7 @@ def test_it_stays_within_its_bytes_and_knows_only_what_is_true(
         assert all(len(memo.known_chain(keys(n)[0])) == len(n) for n in asked)
 
 
-@settings(max_examples=8)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(1, 400), st.integers(1, 8))
 def test_what_it_counts_is_what_it_takes(size: int, num_segments: int) -> None:
     max_bytes = 2_000_000
