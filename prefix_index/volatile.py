@@ -40,6 +40,14 @@ _MONTH = (
     r"(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?"
     r"|Sep(?:t(?:ember)?)?|Oct(?:ober)?|Nov(?:ember)?|Dec(?:ember)?)\.?"
 )
+# German, French, Spanish, Italian and Portuguese names that are no English ones.
+_OTHER_MONTH = (
+    r"(?i:januar|februar|m\u00e4rz|mai|juni|juli|oktober|dezember"
+    r"|janvier|f\u00e9vrier|mars|avril|juin|juillet|ao\u00fbt|septembre|octobre|novembre"
+    r"|d\u00e9cembre|enero|febrero|marzo|abril|mayo|junio|julio|agosto|septiembre|octubre"
+    r"|noviembre|diciembre|gennaio|febbraio|aprile|maggio|giugno|luglio|settembre|ottobre|dicembre"
+    r"|janeiro|fevereiro|mar\u00e7o|maio|junho|julho|setembro|outubro|novembro|dezembro)"
+)
 _WEEKDAY = r"(?:(?:Mon|Tue|Tues|Wed|Wednes|Thu|Thur|Thurs|Fri|Sat|Satur|Sun)(?:day)?\.?,?[ ]{1,2})"
 _YEAR = r"(?:19|20)\d\d"
 _DAY = r"(?:0?[1-9]|[12]\d|3[01])"
@@ -54,14 +62,16 @@ _NUMBER_DATE = (
     rf"|{_YEAR}/{_MON}/{_DAY}"
     rf"|(?:{_MON}/{_DAY}|{_DAY}/{_MON})/{_YEAR}"
     rf"|{_DAY}\.{_MON}\.{_YEAR}"
-    rf"|{_DAY}(?:st|nd|rd|th)?[ -](?:of[ ])?{_MONTH}[ -,]{{1,2}}{_YEAR})"
+    rf"|{_YEAR}\u5e74{_MON}\u6708{_DAY}\u65e5"  # as Chinese and Japanese write it
+    rf"|{_DAY}(?:\.|st|nd|rd|th)?[ -](?:of[ ]|de[ ])?(?:{_MONTH}|{_OTHER_MONTH})"
+    rf"(?:[ ]de)?[ -,]{{1,2}}{_YEAR})"
 )
 _NAME_DATE = (
     rf"(?:{_WEEKDAY}?{_MONTH}[ ]{{1,2}}{_DAY}(?:st|nd|rd|th)?,?[ ]{_YEAR}"
     rf"|{_WEEKDAY}{_DAY}(?:st|nd|rd|th)?[ -](?:of[ ])?{_MONTH}[ -,]{{1,2}}{_YEAR})"
 )
-_DATE = rf"(?:(?=\d\d?\d?\d?[-/. snrt])(?:{_NUMBER_DATE})|(?=[A-Z])(?:{_NAME_DATE}))"
-_TIME_AFTER = rf"(?:T|,?[ ]{{1,2}}(?:at[ ])?){_CLOCK}{_ZONE}"
+_DATE = rf"(?:(?=\d\d?\d?\d?[-/. snrt\u5e74])(?:{_NUMBER_DATE})|(?=[A-Z])(?:{_NAME_DATE}))"
+_TIME_AFTER = rf"(?:T|,?[ ]{{0,2}}(?:at[ ]|um[ ]|\u00e0[ ])?){_CLOCK}{_ZONE}"
 # ``Mon Nov 30 10:14:00 2026``, as C's ctime and many shells print it.
 _CTIME = rf"{_WEEKDAY}?{_MONTH}[ ]{{1,2}}{_DAY}[ ]{_CLOCK}[ ](?:[A-Z]{{3,4}}[ ])?{_YEAR}"
 _NUMBERED = r"(?:request|turn|message|attempt|iteration|invocation|call|query|visit|counter)"
@@ -71,7 +81,7 @@ _NAMED_ID = (
 )
 
 _PATTERN = re.compile(
-    rf"""(?<![\w./-])(?:
+    rf"""(?<![A-Za-z0-9_./-])(?:
     (?P<uuid>[0-9A-Fa-f]{{8}}(?:-[0-9A-Fa-f]{{4}}){{3}}-[0-9A-Fa-f]{{12}})
   | (?P<date>(?=[A-Z]){_CTIME}|{_DATE}(?P<time>{_TIME_AFTER})?)
   | (?=["'A-Za-z])(?:
@@ -83,7 +93,7 @@ _PATTERN = re.compile(
       | (?i:{_NUMBERED})[ ](?P<number_of>\d{{1,9}}(?:[ ]of[ ]|/)\d{{1,9}})(?![.,]?\d)
       | ["']?(?i:{_NAMED_ID})["']?[ ]?[:=\#][ ]?["']?(?P<named>[A-Za-z0-9][A-Za-z0-9_-]{{5,63}}))
   | (?P<token>[A-Za-z0-9][A-Za-z0-9_+=-]{{{_MIN_RANDOM_CHARS - 1},127}})
-    )(?![\w-]|/\w)""",
+    )(?![A-Za-z0-9_-]|/\w)""",
     re.VERBOSE,
 )
 _DIGITS = re.compile("[0-9]+")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Messages of one prompt that are remembered: examples stand first, and what is far behind them
 # belongs to one conversation.
-MAX_OBSERVED_MESSAGES = 64
+MAX_OBSERVED_MESSAGES = 32
 # Conversation that shows how many pieces a template's last turn has.
 _PROBE = [
     {"role": role, "content": content}

@@ -25,6 +25,8 @@ FOUND = {
         "30 Nov 2026, 10:14 UTC",
         "Mon Nov 30 10:14:00 2026",
         "Mon, 30 Nov 2026 10:14:00 GMT",
+        "30. November 2026 um 10:14",
+        "2026年11月30日 10:14",
     ],
     "date": [
         "2026-11-30",
@@ -36,6 +38,11 @@ FOUND = {
         "11/30/2026",
         "30/11/2026",
         "30.11.2026",
+        "30. Dezember 2026",
+        "30 novembre 2026",
+        "30 de noviembre de 2026",
+        "30 août 2026",
+        "2026年11月30日",
     ],
     "uuid": [UUID, UUID.upper()],
     "hex_id": ["4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", "507f1f77bcf86cd799439011"],
@@ -95,6 +102,8 @@ LOOK_ALIKES = [
     "open 9:00 to 17:00",
     "2026-13-41",
     "45/45/2026",
+    "chapter 12 edition 2026",
+    "7 items 2026",
     "fiscal year 2026",
     "per request 3 tokens",
     "the header x-anthropic-billing-header: is quoted here",
@@ -134,6 +143,11 @@ def test_what_a_text_calls_an_id_a_time_or_a_count_is_one(kind: str, text: str, 
 def test_look_alikes_are_left_alone(text: str) -> None:
     assert shown(text) == []
     assert shown(f"See {text}, please.") == []
+
+
+def test_text_without_blanks_around_a_date_is_no_part_of_it() -> None:
+    assert shown("今天是2026-11-30 你好") == [("date", "2026-11-30")]
+    assert shown("今天是2026年11月30日星期一") == [("date", "2026年11月30日")]
 
 
 def test_a_header_counts_only_at_the_start_of_a_line_and_hides_what_is_in_it() -> None:
@@ -235,29 +249,29 @@ HOSTILE = {
 
 
 def seconds(text: str) -> float:
-    start_s = time.perf_counter()
+    start_s = time.thread_time()
     find_volatile(text, max_spans=10**9, max_look_chars=10**9)
-    return time.perf_counter() - start_s
+    return time.thread_time() - start_s
 
 
 @pytest.mark.parametrize("unit", HOSTILE.values(), ids=HOSTILE.keys())
 def test_time_is_linear_on_hostile_text(unit: str) -> None:
     small, large = (unit * (size // len(unit)) for size in (62_500, 1_000_000))
-    floor_s = min(seconds(small) for _ in range(3))
+    floor_s = min(seconds(small) for _ in range(2))
 
     # 16 times the text; quadratic would be 256 times. Other processes share the machine.
-    assert min(seconds(large) for _ in range(2)) < 64 * floor_s + 0.05
+    assert seconds(large) < 64 * floor_s + 0.05
 
 
 @pytest.mark.parametrize("unit", HOSTILE.values(), ids=HOSTILE.keys())
 def test_the_text_looked_at_is_bounded(unit: str) -> None:
     text = unit * (1_000_000 // len(unit))
-    start_s = time.perf_counter()
+    start_s = time.thread_time()
     find_volatile(text, max_look_chars=2048)
-    look_s = time.perf_counter() - start_s
-    start_s = time.perf_counter()
+    look_s = time.thread_time() - start_s
+    start_s = time.thread_time()
     text.upper().split("x" * 50)
-    floor_s = time.perf_counter() - start_s
+    floor_s = time.thread_time() - start_s
 
     # Beyond those characters only digits and headers are looked for, at memory speed.
     assert look_s < 200 * floor_s + 0.05
