@@ -256,15 +256,15 @@ def seconds(text: str) -> float:
 
 @pytest.mark.parametrize("unit", HOSTILE.values(), ids=HOSTILE.keys())
 def test_time_is_linear_on_hostile_text(unit: str) -> None:
-    small, large = (unit * (size // len(unit)) for size in (62_500, 1_000_000))
+    small, large = (unit * (size // len(unit)) for size in (16_000, 256_000))
     floor_s = min(seconds(small) for _ in range(2))
 
     # 16 times the text; quadratic would be 256 times. Other processes share the machine.
-    assert seconds(large) < 64 * floor_s + 0.05
+    assert seconds(large) < 64 * floor_s + 0.02
 
 
 @pytest.mark.parametrize("unit", HOSTILE.values(), ids=HOSTILE.keys())
-def test_the_text_looked_at_is_bounded(unit: str) -> None:
+def test_a_megabyte_costs_no_more_than_the_text_looked_at(unit: str) -> None:
     text = unit * (1_000_000 // len(unit))
     start_s = time.thread_time()
     find_volatile(text, max_look_chars=2048)
