@@ -135,7 +135,7 @@ class Draft:
         """Characters that ``complete`` has to tokenize."""
         return sum(map(len, self._texts))
 
-    def beginning(self, *, by_text: bool) -> Beginning:
+    def beginning(self, *, by_text: bool = True) -> Beginning:
         """Find what is known without tokenizing.
 
         Args:
