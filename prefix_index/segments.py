@@ -158,6 +158,22 @@ def read_layout(
     return Layout(segments, _moved(runs, placed, segments, ends))
 
 
+def printed_dates(reader: PromptReader) -> frozenset[str]:
+    """Return the dates and times that the template itself prints from the clock, as it does.
+
+    A date that stands in the template as text is none of them: it does not change.
+    """
+    body: dict[str, Any] = {"messages": _PROBE}
+    # A request's variables win over the environment's functions.
+    timeless = {**body, "chat_template_kwargs": {"strftime_now": lambda _form: ""}}
+    try:
+        text, text_without = reader.render(body), reader.render(timeless)
+    except TemplateRefusedError:
+        return frozenset()
+    values = (text[v.start_char : v.end_char] for v in find_volatile(text))
+    return frozenset(value for value in values if value not in text_without)
+
+
 def stable_end(segments: Sequence[Segment]) -> int:
     """Return the end of system, tools, knowledge and history, as far as nothing else is before it.
 
@@ -231,16 +247,13 @@ def _printed(
     """Find what changes in what the template prints between the messages' texts."""
     if not placed:
         return []
-    try:
-        own_text = reader.render({"messages": _PROBE})
-    except TemplateRefusedError:
-        own_text = ""
+    dates = printed_dates(reader)
     found = []
     done = 0
     for at, until in [*((s.at, s.until) for s in placed), (len(rendered), len(rendered))]:
         for v in find_volatile(rendered[done:at]):
             value = rendered[done + v.start_char : done + v.end_char]
-            is_own = v.kind in ("date", "datetime") and value in own_text
+            is_own = value in dates
             shifted = Volatile(v.kind, done + v.start_char, done + v.end_char, v.text_hint)
             token = _token_at(ends, shifted.start_char)
             source: Source = "template" if is_own else "prompt"
