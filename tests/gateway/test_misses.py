@@ -427,6 +427,35 @@ async def test_observing_a_request_that_hit_as_expected_takes_30_us() -> None:
     assert best <= 30e-6
 
 
+async def test_observing_a_new_question_about_a_known_text_takes_30_us() -> None:
+    shop = Shop()
+    served = [
+        await shop.serve([message("system", HANDBOOK * 5), message("user", f"Question {n}?")])
+        for n in range(24)
+    ]
+    best = float("inf")
+    for _ in range(20):
+        report = MissReport(clock=shop.clock)
+        start = time.perf_counter()
+        for each in served:
+            report.observe(each.plan, each.ticket)
+        best = min(best, (time.perf_counter() - start) / len(served))
+        await report.settled()
+        await report.close()
+
+    assert best <= 30e-6
+
+
+async def test_a_predecessor_far_behind_is_no_loss() -> None:
+    shop = Shop()
+    messages = [message("system", HANDBOOK), message("user", "Tell me all.")]
+    await shop.serve(messages)
+    answer = " ".join(f"Answer {n} is no rule but a number {n * 31}." for n in range(200))
+    await shop.serve([*messages, message("assistant", answer), message("user", "And now?")])
+
+    assert await shop.causes() == {}
+
+
 async def test_a_report_can_be_closed_in_the_middle() -> None:
     shop = Shop()
     for turn in range(3):
