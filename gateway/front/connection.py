@@ -28,7 +28,9 @@ _HOT_PATHS = {
     for minor in (1, 0)
 }
 HOT_LINES = tuple(_HOT_PATHS)
-_LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,15})\r\n")
+# More digits than any length has; within them, a number is read exactly.
+_MAX_DIGITS = 15
+_LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,%d})\r\n" % _MAX_DIGITS)
 # Held for the next request while one is served. A client that leaves is noticed only while its
 # connection is read, so a pipelined request must not stop that at once.
 MAX_HELD_BYTES = 64 << 10
@@ -105,9 +107,9 @@ class RawConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        *("_body", "_called", "_drained", "_exchange", "_front", "_held", "_is_lingering"),
-        *("_is_paused", "_known", "_known_bytes", "_task", "deadline_s", "loop", "transport"),
-        "writing_paused",
+        *("_after_length", "_before", "_body", "_called", "_drained", "_exchange", "_front"),
+        *("_held", "_is_lingering", "_is_paused", "_known", "_task", "deadline_s", "loop"),
+        *("transport", "writing_paused"),
     )
 
     def __init__(self, front: RawFront, loop: asyncio.AbstractEventLoop) -> None:
@@ -120,7 +122,7 @@ class RawConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._called: asyncio.Future[None] | None = None
         self._known: Head | None = None
-        self._known_bytes = b""
+        self._before = self._after_length = b""
         self._body: SizedBody | ChunkedBody | None = None
         self._held = b""
         self._is_paused = False
@@ -241,15 +243,15 @@ class RawConnection(asyncio.Protocol):
         A client's heads are mostly the same but for the length of the body, so the last one is kept
         and compared: parsing it again would be a third of what the front does.
         """
-        match = _LENGTH.search(data, 0, end)
-        if match is not None:
-            at, to = match.span(1)
-            plain = data[:at] + data[to:end]
-            if plain == self._known_bytes and self._known is not None:
-                return self._known, int(match[1])
+        known, before, after = self._known, self._before, self._after_length
+        if known is not None and data.startswith(before) and data.endswith(after, 0, end):
+            digits = data[len(before) : end - len(after)]
+            if digits.isdigit() and len(digits) <= _MAX_DIGITS:
+                return known, int(digits)
         head = Head(data[:end], is_http11=is_http11, max_headers=self._front.limits.headers)
-        if match is not None:
-            self._known, self._known_bytes = head, plain
+        if (match := _LENGTH.search(data, 0, end)) is not None:
+            at, to = match.span(1)
+            self._known, self._before, self._after_length = head, data[:at], data[to:end]
         return head, head.content_length
 
     def _begin_body(self, length: int | None, data: bytes) -> None:

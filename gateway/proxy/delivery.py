@@ -41,6 +41,11 @@ class Delivery:
         started_s: When the request came.
     """
 
+    __slots__ = (
+        *("_answer", "_clock", "_exchange", "_failure", "_inflater", "_lifecycle", "_limits"),
+        *("_record", "_started_s", "_ticket"),
+    )
+
     def __init__(
         self,
         exchange: Exchange,

@@ -119,23 +119,21 @@ class Upstream:
                 replaced once without the caller noticing.
         """
         head = self._head(method, target, headers, len(body))
-        options = {
-            "first_byte_s": self._first_byte_s if first_byte_s is None else first_byte_s,
-            "total_s": self._total_s if total_s is None else total_s,
-        }
+        if first_byte_s is None:
+            first_byte_s = self._first_byte_s
+        if total_s is None:
+            total_s = self._total_s
         is_head = method == "HEAD"
         connection = self._take_idle()
         if connection is not None:
             try:
                 return await connection.exchange(
-                    head, body, is_head_request=is_head, stale_window_s=STALE_WINDOW_S, **options
+                    head, body, is_head, STALE_WINDOW_S, first_byte_s, total_s
                 )
             except StaleConnection:
                 pass
         connection = await self._connect()
-        return await connection.exchange(
-            head, body, is_head_request=is_head, stale_window_s=0.0, **options
-        )
+        return await connection.exchange(head, body, is_head, 0.0, first_byte_s, total_s)
 
     def close(self) -> None:
         """Abort all connections; exchanges under way fail."""

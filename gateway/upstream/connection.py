@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 MAX_HEAD_BYTES = 64 << 10
 # Bodies up to this size go out in one write with their head; a copy is cheaper than a system call.
 MAX_JOINED_BYTES = 64 << 10
+# Headers that decide how an answer is read.
+_READ_HERE = frozenset(
+    b"connection content-encoding content-length content-type transfer-encoding".split()
+)
 
 
 class Connection(asyncio.Protocol):
@@ -64,7 +68,6 @@ class Connection(asyncio.Protocol):
         self,
         head: bytes,
         body: bytes,
-        *,
         is_head_request: bool,
         stale_window_s: float,
         first_byte_s: float,
@@ -206,18 +209,20 @@ class Connection(asyncio.Protocol):
         response.headers = headers
         is_framed = status in (204, 304)
         for name, value in headers:
-            match name.lower():
-                case b"content-type":
-                    response.content_type = value
-                case b"content-length":
-                    response.content_length = int(value)
-                    is_framed = True
-                case b"transfer-encoding":
-                    is_framed = value.lower().endswith(b"chunked")
-                case b"content-encoding":
-                    response.content_encoding = value.strip().lower()
-                case b"connection":
-                    response.connection = value
+            lower = name.lower()
+            if lower not in _READ_HERE:
+                continue
+            if lower == b"content-length":
+                response.content_length = int(value)
+                is_framed = True
+            elif lower == b"content-type":
+                response.content_type = value
+            elif lower == b"transfer-encoding":
+                is_framed = value.lower().endswith(b"chunked")
+            elif lower == b"content-encoding":
+                response.content_encoding = value.strip().lower()
+            else:
+                response.connection = value
         self._is_until_close = not is_framed
         self.head_done = True
         self.deadline_s = self._total_s
