@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weights demo test check fmt bench
+.PHONY: help setup weights demo test check fmt bench bench-prompt
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 # torch first and pinned, so that pip takes the build the index settings of this machine offer.
 $(STAMP): pyproject.toml
@@ -22,6 +22,9 @@ setup: $(STAMP) ## create .venv with everything in it
 
 weights: $(STAMP) ## get the SmolLM2-135M-Instruct weights into models/
 	$(BIN)/python -m runner.fetch
+
+bench-prompt: weights ## CPU of the prompt pipeline on a growing conversation
+	$(BIN)/python -m bench.prompt_pipeline
 
 demo: weights ## two bundled engines and the gateway on :8080 (DEMO_ARGS=--once to stop after the table)
 	$(BIN)/warmlane demo $(DEMO_ARGS)

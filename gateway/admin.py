@@ -19,12 +19,13 @@ from gateway.proxy.responses import error_response, json_response
 from gateway.routing.dispatch import Inbound, explain_json
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from gateway.fleet.fleet import Fleet
     from gateway.misses.report import MissReport
     from gateway.proxy.body import Surface
     from gateway.proxy.limits import Limits
+    from gateway.proxy.rewrite import Rewriter
     from gateway.routing.dispatch import Dispatcher
     from gateway.routing.pool import Pool, Worker
     from gateway.telemetry.requests import Telemetry
@@ -44,6 +45,7 @@ class Admin:
         token: Admin token; None answers loopback only.
         clock: Monotonic seconds.
         misses: The miss report; without one there is no such endpoint.
+        rewriters: Pool name -> its canonicalisation.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Admin:
         token: str | None,
         clock: Callable[[], float],
         misses: MissReport | None = None,
+        rewriters: Mapping[str, Rewriter] | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._fleet = fleet
@@ -63,6 +66,7 @@ class Admin:
         self._token = token
         self._clock = clock
         self._misses = misses
+        self._rewriters = rewriters or {}
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of these endpoints."""
@@ -126,8 +130,13 @@ class Admin:
             document["model"],
             request_id=request_id_from(request.headers.get("x-request-id")),
         )
-        plan = await self._dispatcher.plan(pool, inbound)
-        return _json(request, explain_json(plan, self._dispatcher.choose(plan)))
+        rewriter = self._rewriters.get(pool.name)
+        if rewriter is None:
+            plan = await self._dispatcher.plan(pool, inbound)
+            return _json(request, explain_json(plan, self._dispatcher.choose(plan)))
+        rewrite = await rewriter.explain(self._dispatcher, pool, inbound, body)
+        explained = explain_json(rewrite.plan, self._dispatcher.choose(rewrite.plan))
+        return _json(request, {**explained, "canonicalization": list(rewrite.report)})
 
     def _describe(self, pool: Pool, worker: Worker) -> dict[str, Any]:
         now_s = self._clock()

@@ -14,13 +14,18 @@ import structlog
 from gateway.admin import Admin
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import FleetCollector
+from gateway.misses.metrics import MissCollector
+from gateway.misses.report import MissReport
 from gateway.proxy.limits import Limits
+from gateway.proxy.rewrite import Rewriter
 from gateway.proxy.server import LIFECYCLE, make_app, serve
 from gateway.routing.dispatch import Dispatcher
 from gateway.settings import ConfigError
 from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.requests import Telemetry
+from gateway.tokenize import Tokenize
 from gateway.unsupported import unsupported
+from prefix_index.canonical import FirstSeenMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from gateway.config import ServerConfig, Settings
+    from gateway.routing.dispatch import Plan, Ticket
     from gateway.telemetry.record import RequestRecord
 
 
@@ -47,11 +53,16 @@ class Gateway:
             raise ConfigError("\n".join(errors))
         self.settings = settings
         self.fleet = Fleet(settings)
-        self.dispatcher = Dispatcher(self.fleet.pools, seed=settings.routing.seed)
+        self.misses = MissReport(log_prompts=settings.telemetry.log_prompts)
+        self.dispatcher = Dispatcher(
+            self.fleet.pools, seed=settings.routing.seed, on_finish=self._finished
+        )
         self.telemetry = Telemetry()
+        self.telemetry.register(MissCollector(self.misses))
         self.telemetry.register(FleetCollector(self.fleet, self.telemetry, time.monotonic))
         logs_requests = settings.telemetry.log_level in ("debug", "info")
         self.request_log = RequestLog(sys.stderr.buffer) if logs_requests else None
+        self.rewriters = _rewriters(settings)
         self.app = self._make_app()
 
     async def run(self) -> None:
@@ -74,9 +85,16 @@ class Gateway:
                 front=server.front,
             )
         finally:
-            await self.fleet.stop()
-            if self.request_log is not None:
-                self.request_log.flush()
+            await self.close()
+
+    async def close(self) -> None:
+        """Stop what runs beside the requests; a second call does nothing more."""
+        for rewriter in self.rewriters.values():
+            await rewriter.settle()
+        await self.misses.close()
+        await self.fleet.stop()
+        if self.request_log is not None:
+            self.request_log.flush()
 
     def _make_app(self) -> web.Application:
         server = self.settings.server
@@ -88,10 +106,21 @@ class Gateway:
             limits,
             _admin_token(server),
             time.monotonic,
+            self.misses,
+            self.rewriters,
         )
+        tokenize = Tokenize(self.dispatcher, limits)
         return make_app(
-            self.dispatcher, observe=self._observe, limits=limits, extra_routes=admin.routes()
+            self.dispatcher,
+            observe=self._observe,
+            limits=limits,
+            rewriters=self.rewriters,
+            extra_routes=[*admin.routes(), *tokenize.routes()],
         )
+
+    def _finished(self, plan: Plan, ticket: Ticket) -> None:
+        self.fleet.finished(plan, ticket)
+        self.misses.observe(plan, ticket)
 
     def _observe(self, record: RequestRecord) -> None:
         self.telemetry.observe(record)
@@ -122,6 +151,18 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     except ImportError:
         return None
     return uvloop.new_event_loop
+
+
+def _rewriters(settings: Settings) -> dict[str, Rewriter]:
+    # One memory: first-seen forms are kept per tenant, whatever pool the tenant's requests go to.
+    memory = FirstSeenMemory(time.monotonic)
+    return {
+        pool.name: Rewriter(
+            pool.canonicalize.mode, pool.canonicalize.rules, memory, clock=time.monotonic
+        )
+        for pool in settings.pools
+        if pool.canonicalize.mode != "off"
+    }
 
 
 def _ready(port: int) -> None:

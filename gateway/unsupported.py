@@ -50,8 +50,6 @@ def _pool_errors(pool: PoolConfig) -> Iterator[str]:
     where = f"pools[{pool.name}]"
     if pool.discovery.type != "static":
         yield f"{where}.discovery.type: {pool.discovery.type} is not available; expected static"
-    if pool.canonicalize.mode == "rewrite":
-        yield f"{where}.canonicalize.mode: rewrite is not available; expected off or observe"
     if pool.fallback:
         yield f"{where}.fallback: not available in this version"
     if pool.keep_warm.enabled:

@@ -21,13 +21,14 @@ from gateway.routing.dispatch import Inbound, Outcome
 from gateway.telemetry.record import RequestRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from aiohttp import web
 
     from gateway.front.exchange import Exchange
     from gateway.proxy.lifecycle import Lifecycle
     from gateway.proxy.limits import Limits
+    from gateway.proxy.rewrite import Rewriter
     from gateway.routing.dispatch import Dispatcher
 
 log = structlog.get_logger("warmlane")
@@ -49,6 +50,7 @@ class Api:
         limits: On bodies, heads and time.
         lifecycle: Of this process.
         clock: Monotonic seconds, the dispatcher's.
+        rewriters: Pool name -> its canonicalisation.
     """
 
     def __init__(
@@ -58,13 +60,14 @@ class Api:
         limits: Limits,
         lifecycle: Lifecycle,
         clock: Callable[[], float],
+        rewriters: Mapping[str, Rewriter],
     ) -> None:
         self._dispatcher = dispatcher
         self._observe = observe
         self._limits = limits
         self._lifecycle = lifecycle
         self._clock = clock
-        self._proxy = Proxy(dispatcher, limits, lifecycle, clock)
+        self._proxy = Proxy(dispatcher, limits, lifecycle, clock, rewriters)
 
     def add_routes(self, app: web.Application) -> None:
         """Add the client surface to ``app``."""

@@ -227,6 +227,8 @@ def own_lines(exchange: Exchange, record: RequestRecord) -> bytes:
         f"x-request-id: {record.request_id}\r\nserver-timing: "
         f"route;dur={record.route_s * 1000:.3f}, queue;dur={record.queue_s * 1000:.3f}\r\n"
     )
+    if record.canonicalized:
+        lines += f"x-warmlane-canonicalized: {record.canonicalized}\r\n"
     if record.worker and exchange.headers.get("x-warmlane-explain") == "1":
         lines += (
             f"x-warmlane-worker: {record.worker}\r\n"

@@ -29,11 +29,12 @@ from gateway.proxy.splice import splice
 from gateway.routing.dispatch import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from gateway.front.exchange import Exchange
     from gateway.proxy.lifecycle import Lifecycle
     from gateway.proxy.limits import Limits
+    from gateway.proxy.rewrite import Rewriter
     from gateway.routing.dispatch import Decision, Dispatcher, Inbound, Plan, Ticket
     from gateway.routing.pool import Pool
     from gateway.telemetry.record import RequestRecord
@@ -47,6 +48,7 @@ class Proxy:
         limits: Deadlines and the retry budget.
         lifecycle: Tells a shutdown from a client that left.
         clock: Monotonic seconds, the dispatcher's.
+        rewriters: Pool name -> its canonicalisation; pools without one forward what came.
     """
 
     def __init__(
@@ -55,11 +57,13 @@ class Proxy:
         limits: Limits,
         lifecycle: Lifecycle,
         clock: Callable[[], float],
+        rewriters: Mapping[str, Rewriter],
     ) -> None:
         self.dispatcher = dispatcher
         self.limits = limits
         self.lifecycle = lifecycle
         self.clock = clock
+        self._rewriters = rewriters
         self._budgets: dict[str, RetryBudget] = {}
 
     async def forward(
@@ -88,14 +92,20 @@ class Proxy:
             head.lines = to_worker(head.raw, named, self.limits.head_bytes)
         headers = b"%bx-request-id: %b\r\n" % (head.lines, record.request_id.encode())
         routing_s = self.clock()
-        plan = await self.dispatcher.plan(pool, inbound)
+        rewriter = self._rewriters.get(pool.name)
+        if rewriter is None:
+            plan = await self.dispatcher.plan(pool, inbound)
+        else:
+            rewrite = await rewriter.plan(self.dispatcher, pool, inbound, body)
+            plan, body = rewrite.plan, rewrite.raw
+            record.canonicalized = ",".join(rewrite.rules)
         decision = self.dispatcher.choose(plan)
         record.route_s = self.clock() - routing_s
         budget = self._budgets.get(pool.name)
         if budget is None:
             budget = self._budgets[pool.name] = RetryBudget(self.limits.retry_ratio, self.clock)
         budget.deposit()
-        outbound = _outbound(pool, inbound, body)
+        outbound = _outbound(pool, plan.inbound, body)
         sending = _Sending(self, exchange, plan, headers, outbound, budget, record, started_s)
         await sending.run(decision)
 

@@ -23,8 +23,9 @@ from gateway.proxy.responses import error_response
 
 if TYPE_CHECKING:
     import ssl as ssl_module
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from gateway.proxy.rewrite import Rewriter
     from gateway.routing.dispatch import Dispatcher
     from gateway.telemetry.record import RequestRecord
 
@@ -56,6 +57,7 @@ def make_app(
     limits: Limits | None = None,
     extra_routes: Sequence[web.RouteDef] = (),
     clock: Callable[[], float] = time.monotonic,
+    rewriters: Mapping[str, Rewriter] | None = None,
 ) -> web.Application:
     """Build the application of the client port.
 
@@ -65,11 +67,12 @@ def make_app(
         limits: Bounds; None takes the defaults.
         extra_routes: More routes for this port, such as metrics.
         clock: Monotonic seconds; the dispatcher's.
+        rewriters: Pool name -> its canonicalisation; None forwards what came.
     """
     app = web.Application()
     app[LIFECYCLE] = Lifecycle()
     app[LIMITS] = limits = limits or Limits()
-    app[API] = api = Api(dispatcher, observe, limits, app[LIFECYCLE], clock)
+    app[API] = api = Api(dispatcher, observe, limits, app[LIFECYCLE], clock, rewriters or {})
     api.add_routes(app)
     app.add_routes(extra_routes)
     return app

@@ -17,7 +17,8 @@ class RequestRecord:
     All durations are in seconds. ``status`` is the HTTP status sent to the client (499 when the
     client left before one could be sent). ``outcome`` is that of the last attempt
     (``dispatch.Outcome``), or, when no worker was asked, ``refused``, ``unavailable`` or
-    ``failed``. ``queue_s`` is time spent waiting in the gateway, not in the worker.
+    ``failed``. ``canonicalized`` names the rules that changed the prompt, with commas. ``queue_s``
+    is time spent waiting in the gateway, not in the worker.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class RequestRecord:
     status: int = 0
     outcome: str = ""
     attempts: int = 0
+    canonicalized: str = ""
     prompt_tokens: int = 0
     predicted_hit_tokens: int = 0
     observed_hit_tokens: int | None = None
