@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gateway.routing.plan import Plan
     from gateway.routing.pool import Worker
     from prefix_index.blocks import BlockHash
-    from prefix_index.index import Index
+    from prefix_index.index import Hit, Index
 
 
 def route_input(plan: Plan, now_s: float, exclude: Collection[str] = ()) -> RouteInput:
@@ -29,8 +29,8 @@ def route_input(plan: Plan, now_s: float, exclude: Collection[str] = ()) -> Rout
     """
     pool, hashes, prompt_tokens = plan.pool, plan.hashes, plan.num_tokens
     index = pool.index
-    hits = index.match(hashes) if index is not None and hashes else {}
-    credit = _credit(plan)
+    hits: dict[str, Hit] = {}
+    credit: dict[str, int] | None = None
     # Equal to the blocks in ``hashes`` where all of them are known.
     num_blocks = 0 if hashes is None else usable_blocks(prompt_tokens, pool.block_size)
     candidates = []
@@ -39,6 +39,9 @@ def route_input(plan: Plan, now_s: float, exclude: Collection[str] = ()) -> Rout
         c = _candidate(worker, now_s, hashes or (), num_blocks)
         if pool.is_readable(worker):
             c.source = worker.mode
+            if credit is None:  # looked up once, and only if somebody's blocks mean anything
+                credit = _credit(plan)
+                hits = index.match(hashes) if index is not None and hashes else hits
             if credit:
                 c.pending_tokens = credit.get(worker_id, 0)
             hit = hits.get(worker_id)

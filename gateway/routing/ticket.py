@@ -184,7 +184,8 @@ class Ticket:
         )
         worker.mirror.touch(hashes, now_s)
         self._is_trial = worker.health.routed()
-        if decision.cold:
+        # Blocks of a worker routed by text are never credited.
+        if decision.cold and decision.source != "text":
             if plan.prompt is not None:
                 self._lead(plan.pool.pending, hashes)
             if plan.text_chain:
@@ -236,7 +237,8 @@ class Ticket:
         if is_same:  # else what it computed is gone
             worker.mirror.touch(hashes, self._clock())
         if self._first_token_s is None:
-            if self.outcome is None and self.decision.cold:
+            decision = self.decision
+            if self.outcome is None and decision.cold and decision.source != "text":
                 self._lead(plan.pool.pending, hashes)
         elif is_same:
             self._touch()
