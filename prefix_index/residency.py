@@ -55,13 +55,14 @@ class Residency:
             return
         self._clock += 1
         # The index may have lost an end to feedback or to its own bound, never a middle.
-        held = bisect_left(hashes, 1, key=lambda block: not self._is_held(block))
-        if held:
-            parent = hashes[held - 1]
-            # Its end is used now, so making room below cannot take this chain.
-            self._use(parent, held)
-        new = hashes[held:]
-        if new:
+        if not self._is_held(hashes[-1]):  # else it is a prompt asked again, the common case
+            end = len(hashes) - 1
+            held = bisect_left(hashes, 1, hi=end, key=lambda block: not self._is_held(block))
+            if held:
+                parent = hashes[held - 1]
+                # Its end is used now, so making room below cannot take this chain.
+                self._use(parent, held)
+            new = hashes[held:]
             self._make_room(sum(block not in self._used for block in new))
             self._store(new, parent, held)
         self._use(hashes[-1], len(hashes))
