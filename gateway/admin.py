@@ -132,11 +132,11 @@ class Admin:
         )
         rewriter = self._rewriters.get(pool.name)
         if rewriter is None:
-            plan = await self._dispatcher.plan(pool, inbound)
+            plan = await self._dispatcher.plan(pool, inbound, in_full=True)
             return _json(request, explain_json(plan, self._dispatcher.choose(plan)))
         rewrite = await rewriter.explain(self._dispatcher, pool, inbound, body)
-        explained = explain_json(rewrite.plan, self._dispatcher.choose(rewrite.plan))
-        return _json(request, {**explained, "canonicalization": list(rewrite.report)})
+        decision = self._dispatcher.choose(rewrite.plan)
+        return _json(request, explain_json(rewrite.plan, decision, canonicalization=rewrite.report))
 
     def _describe(self, pool: Pool, worker: Worker) -> dict[str, Any]:
         now_s = self._clock()

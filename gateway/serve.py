@@ -19,6 +19,7 @@ from gateway.misses.report import MissReport
 from gateway.proxy.limits import Limits
 from gateway.proxy.rewrite import Rewriter
 from gateway.proxy.server import LIFECYCLE, make_app, serve
+from gateway.routing import segments
 from gateway.routing.dispatch import Dispatcher
 from gateway.settings import ConfigError
 from gateway.telemetry.request_log import RequestLog
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
     from gateway.config import ServerConfig, Settings
     from gateway.routing.dispatch import Plan, Ticket
     from gateway.telemetry.record import RequestRecord
+
+
+# At most 100 prompts a second are looked at for text that recurs across conversations: half a
+# percent of a core where they are known.
+RECURRENCE_EVERY_S = 0.01
 
 
 class Gateway:
@@ -63,6 +69,7 @@ class Gateway:
         logs_requests = settings.telemetry.log_level in ("debug", "info")
         self.request_log = RequestLog(sys.stderr.buffer) if logs_requests else None
         self.rewriters = _rewriters(settings)
+        self._recurrence_due_s = 0.0
         self.app = self._make_app()
 
     async def run(self) -> None:
@@ -121,6 +128,11 @@ class Gateway:
     def _finished(self, plan: Plan, ticket: Ticket) -> None:
         self.fleet.finished(plan, ticket)
         self.misses.observe(plan, ticket)
+        # What recurs is seen in a sample as well, and every request would pay for more.
+        now_s = time.monotonic()
+        if now_s >= self._recurrence_due_s:
+            self._recurrence_due_s = now_s + RECURRENCE_EVERY_S
+            segments.observe(plan)
 
     def _observe(self, record: RequestRecord) -> None:
         self.telemetry.observe(record)

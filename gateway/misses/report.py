@@ -117,6 +117,8 @@ class MissReport:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+            # A task that was cancelled before its first step never ran its own clean-up.
+            self._task = None
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None

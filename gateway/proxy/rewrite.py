@@ -129,7 +129,7 @@ class Rewriter:
         held.
         """
         if not self.rules or inbound.surface != "chat":
-            return Rewrite(await dispatcher.plan(pool, inbound), raw)
+            return Rewrite(await dispatcher.plan(pool, inbound, in_full=True), raw)
         return await self._look(dispatcher, pool, inbound, raw, Peek(self._memory))
 
     async def settle(self) -> None:
