@@ -9,8 +9,6 @@ up a value are checked. What a template prints is not changed.
 
 from __future__ import annotations
 
-import re
-import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -18,28 +16,22 @@ from jinja2 import nodes, pass_context
 from jinja2.visitor import NodeTransformer
 
 from prefix_index.sandbox import Renderer, Sandbox
+from prefix_index.template_budget import (
+    Budget,
+    check_count,
+    check_format,
+    check_power,
+    check_product,
+    check_size,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from jinja2.runtime import Context
 
-# Ten times the loop steps of a conversation with 10,000 messages and 100 tools.
-MAX_STEPS = 1_000_000
-# The longest context windows are 10M tokens of about 4 characters.
-MAX_CHARS = 64_000_000
-# CPU time of the rendering thread; 1,000 times what a long conversation takes.
-MAX_CPU_S = 1.0
-# Rendering reads the clock this often: at most 10 ms of work apart, and no visible cost.
-_STEPS_PER_CLOCK = 4096
-# Numbers and repetitions in real templates are far below; 10,000 bits are 3,010 digits.
-_MAX_COUNT = 1_000_000
-# Walking over this many known values takes about as long as a step.
-_VALUES_PER_STEP = 64
-_MAX_BITS = 10_000
 # Pieces of output that are joined and measured at a time.
 _PIECES = 512
-_WIDE_FORMAT = re.compile(r"\d{5,}|%[-+ #0]*\*")
 _WIDTH_FILTERS = ("center", "indent", "batch", "slice", "wordwrap", "truncate", "round")
 
 # Expressions whose value can be larger than what goes into them.
@@ -56,68 +48,6 @@ _GROWING = (
 
 BUDGET = "_warmlane_budget"
 _EACH, _CALLED, _KEPT, _PRINTED = (f"_warmlane_{n}" for n in ("each", "called", "kept", "printed"))
-
-
-class TooMuchError(RuntimeError):
-    """A rendering has used up what one may use."""
-
-
-class Budget:
-    """What is left to one rendering; used by one thread."""
-
-    __slots__ = ("_chars", "_clock_at", "_deadline_s", "_known", "_steps")
-
-    def __init__(self) -> None:
-        self._steps = MAX_STEPS
-        self._chars = MAX_CHARS
-        self._clock_at = MAX_STEPS - _STEPS_PER_CLOCK
-        self._deadline_s = 0.0
-        # Containers that were kept: id -> values in it, and itself.
-        self._known: dict[int, tuple[int, Any]] = {}
-
-    def step(self, chars: int = 0) -> None:
-        """Spend one step that prints ``chars``.
-
-        Raises:
-            TooMuchError: If nothing is left.
-        """
-        self._steps -= 1
-        if chars:
-            self.print(chars)
-        if self._steps < self._clock_at:
-            self._check_clock()
-
-    def keep(self, value: Any) -> None:
-        """Spend steps on a list, tuple or dict that a template keeps.
-
-        Raises:
-            TooMuchError: If it has too many values in it, or nothing is left.
-        """
-        self._steps -= 1 + len(value) // _VALUES_PER_STEP
-        if self._steps < self._clock_at:
-            self._check_clock()
-        if _num_values(value, self._known) > _MAX_COUNT:
-            raise TooMuchError(f"the template keeps more than {_MAX_COUNT:,} values")
-
-    def print(self, chars: int) -> None:
-        """Spend characters of output.
-
-        Raises:
-            TooMuchError: If there were none left.
-        """
-        self._chars -= chars
-        if self._chars < 0:
-            raise TooMuchError(f"the template prints more than {MAX_CHARS:,} characters")
-
-    def _check_clock(self) -> None:
-        if self._steps < 0:
-            raise TooMuchError(f"the template takes more than {MAX_STEPS:,} steps")
-        self._clock_at = self._steps - _STEPS_PER_CLOCK
-        now_s = time.thread_time()
-        if not self._deadline_s:  # short renderings never read the clock
-            self._deadline_s = now_s + MAX_CPU_S
-        elif now_s > self._deadline_s:
-            raise TooMuchError(f"the template takes more than {MAX_CPU_S} s")
 
 
 class GuardedTemplate(Renderer):
@@ -177,29 +107,29 @@ class GuardedEnvironment(Sandbox):
         """Compute ``left operator right`` unless the result would be huge."""
         if operator == "%":
             if isinstance(left, str):
-                _check_format(left)
+                check_format(left)
         elif operator == "**":
-            _check_power(left, right)
+            check_power(left, right)
         else:
-            _check_product(left, right)
+            check_product(left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call what a template calls, unless an argument makes the result huge."""
         for value in args:
-            _check_count(value)
+            check_count(value)
         for value in kwargs.values():
-            _check_count(value)
+            check_count(value)
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str) and __obj.__name__ == "replace" and len(args) > 1:
-            _check_size(owner.count(args[0]) * len(args[1]))
+            check_size(owner.count(args[0]) * len(args[1]))
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Return the sandbox's own ``format`` of a text, unless that has huge widths."""
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:
-            _check_format(value.__self__)
+            check_format(value.__self__)
         return wrapped
 
 
@@ -289,13 +219,13 @@ def _called(context: Context, values: tuple[Any, ...]) -> None:
     context.parent[BUDGET].step()
     for value in values:
         if isinstance(value, str):
-            _check_size(len(value))
+            check_size(len(value))
 
 
 @pass_context
 def _kept(context: Context, value: Any) -> Any:
     if isinstance(value, str):
-        _check_size(len(value))
+        check_size(len(value))
     elif isinstance(value, list | tuple | dict):
         context.parent[BUDGET].keep(value)
     return value
@@ -308,28 +238,12 @@ def _printed(context: Context, value: Any) -> Any:
     return value
 
 
-def _num_values(value: Any, known: dict[int, tuple[int, Any]]) -> int:
-    """Count nested values, shared ones each time they occur; only new containers are walked."""
-    if isinstance(value, dict):
-        children: Iterable[Any] = value.values()
-    elif isinstance(value, list | tuple):
-        children = value
-    else:
-        return 1
-    entry = known.get(id(value))
-    if entry is None:
-        # The container is kept, so that its id is not used again; nothing can change it.
-        entry = (1 + sum(_num_values(child, known) for child in children), value)
-        known[id(value)] = entry
-    return entry[0]
-
-
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **kwargs: Any) -> Any:
         for value in args:
-            _check_count(value)
+            check_count(value)
         for value in kwargs.values():
-            _check_count(value)
+            check_count(value)
         return function(*args, **kwargs)
 
     return _like(checked, function)
@@ -337,7 +251,7 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _bounded_format(function: Callable[..., Any]) -> Callable[..., Any]:
     def checked(value: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_format(str(value))
+        check_format(str(value))
         return function(value, *args, **kwargs)
 
     return _like(checked, function)
@@ -348,40 +262,3 @@ def _like(checked: Callable[..., Any], function: Callable[..., Any]) -> Callable
     if passed is not None:
         checked.jinja_pass_arg = passed  # type: ignore[attr-defined]
     return checked
-
-
-def _check_count(value: Any) -> None:
-    if type(value) is int and value > _MAX_COUNT:
-        raise TooMuchError(f"the template asks for {value.bit_length()}-bit repetitions")
-
-
-def _check_size(size: int) -> None:
-    if size > MAX_CHARS:
-        raise TooMuchError(f"the template makes a value of more than {MAX_CHARS:,} characters")
-
-
-def _check_format(form: str) -> None:
-    if _WIDE_FORMAT.search(form):
-        raise TooMuchError("the template formats to a huge width")
-
-
-def _check_power(base: Any, exponent: Any) -> None:
-    if isinstance(base, int) and isinstance(exponent, int):
-        _check_bits(base.bit_length() * abs(exponent))
-
-
-def _check_product(left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        _check_bits(left.bit_length() + right.bit_length())
-        return
-    for value, times in ((left, right), (right, left)):
-        if isinstance(times, int):
-            if isinstance(value, str):
-                _check_size(len(value) * times)
-            elif isinstance(value, list | tuple) and len(value) * times > _MAX_COUNT:
-                _check_size(MAX_CHARS + 1)
-
-
-def _check_bits(bits: int) -> None:
-    if bits > _MAX_BITS:
-        raise TooMuchError("the template computes a huge number")

@@ -138,6 +138,7 @@ SAME = {
     "{{ 1.5 * 2 }}{{ 2 ** 0.5 }}{{ true * 3 }}{{ 3 * 'c' }}",
     "widths": "{{ 'a' | center(9) }}|{{ 'a\nb' | indent(4, true) }}|{{ x | batch(2) | list }}"
     "{{ x | slice(2) | list }}{{ '%s' | format(1) }}{{ '{:>5}'.format('a') }}{{ 'a'.ljust(4) }}"
+    "{{ '12345 of %s, 100000%%' % 7 }}{{ '99999: {}'.format(8) }}{{ '%8.3f' % 1.5 }}"
     "{{ 3.14159 | round(2) }}{{ 'long text' | truncate(5) }}{{ 'a b c' | wordwrap(3) }}",
     "unpacking": "{% set a, b = (1, 2) %}{{ a }}{{ b }}{% for p, q in [(1, 2), (3, 4)] %}"
     "{% set c, d = (q, p) %}{{ c }}{{ d }}{% endfor %}",
