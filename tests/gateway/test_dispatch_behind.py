@@ -351,3 +351,32 @@ async def test_the_pool_learns_how_long_its_tokens_are() -> None:
         await settled(await routes.plan(pool, chat(f"{number} {DOCUMENT}")))
 
     assert pool.chars_per_token == pytest.approx(1.0, rel=0.1)
+
+
+async def test_the_loop_tokenizes_nothing_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, routes, _ = make(1)
+    assert pool.reader is not None
+    here, learn = threading.get_ident(), pool.reader.learn
+    inline: list[int] = []
+
+    def noted(before: Any, texts: Any, *keys: Any) -> Any:
+        if threading.get_ident() == here:
+            inline.append(sum(map(len, texts)))
+        return learn(before, texts, *keys)
+
+    monkeypatch.setattr(pool.reader, "learn", noted)
+    await settled(await routes.plan(pool, chat("unseen " * 18_725)))
+    assert inline == []
+    # A conversation: each turn brings 1 KB, which is known to be new.
+    messages = [{"role": "user", "content": DOCUMENT}]
+    for turn in range(6):
+        plan = await routes.plan(pool, chat("", messages=messages))
+        assert plan.is_behind
+        await settled(plan)
+        messages.append({"role": "assistant", "content": f"{turn} " + "answer " * 80})
+        messages.append({"role": "user", "content": f"{turn} " + "question " * 60})
+    assert inline == []
+    # Short, and nothing is known: its tokens decide, and come at once.
+    plan = await routes.plan(pool, chat("A short one. " * 100))
+    assert not plan.is_behind
+    assert max(inline) <= reading.MAX_INLINE_CHARS
