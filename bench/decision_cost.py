@@ -87,7 +87,7 @@ async def _rounds(
         times[step].append(time.perf_counter() - start)
         return result
 
-    plan = await routes.plan(pool, inbound)
+    plan = await routes.plan(pool, inbound, in_full=True)
     assert plan.prompt is not None
     assert pool.index is not None
     for worker_id in pool.workers:
