@@ -49,6 +49,7 @@ class RawExchange(Exchange):
         super().__init__(
             path,
             head,
+            connection,
             content_length=content_length,
             is_http11=head.is_http11,
             keep_alive=head.keep_alive,
@@ -62,11 +63,6 @@ class RawExchange(Exchange):
     def transport(self) -> asyncio.Transport | None:
         """The client's connection; None once it is lost."""
         return self._connection.transport
-
-    @property
-    def is_full(self) -> bool:
-        """Whether more is waiting to be sent than should."""
-        return self._connection.writing_paused
 
     @property
     def is_body_read(self) -> bool:

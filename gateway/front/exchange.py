@@ -57,6 +57,14 @@ class FrontLimits(Protocol):
         """Time between requests."""
 
 
+class ClientProtocol(Protocol):
+    """The protocol of a client's socket."""
+
+    @property
+    def writing_paused(self) -> bool:
+        """Whether more is waiting to be sent than should."""
+
+
 class RequestHead:
     """The headers of a request; the same object may stand for several requests with equal ones.
 
@@ -95,20 +103,22 @@ class Exchange(ABC):
     """
 
     __slots__ = (
-        *("_is_chunked", "content_length", "head", "headers", "is_begun", "is_ended", "is_http11"),
-        *("keep_alive", "path"),
+        *("_is_chunked", "_protocol", "content_length", "head", "headers", "is_begun", "is_ended"),
+        *("is_http11", "keep_alive", "path"),
     )
 
     def __init__(
         self,
         path: str,
         head: RequestHead,
+        protocol: ClientProtocol,
         *,
         content_length: int | None,
         is_http11: bool,
         keep_alive: bool,
     ) -> None:
         self.path = path
+        self._protocol = protocol
         self.head = head
         self.headers = head.headers
         self.content_length = content_length
@@ -125,11 +135,6 @@ class Exchange(ABC):
     @abstractmethod
     def transport(self) -> asyncio.Transport | None:
         """The client's connection; None once it is lost."""
-
-    @property
-    @abstractmethod
-    def is_full(self) -> bool:
-        """Whether more is waiting to be sent than should."""
 
     @property
     @abstractmethod
@@ -153,6 +158,11 @@ class Exchange(ABC):
         """
 
     # What is the same for every front.
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more is waiting to be sent than should."""
+        return self._protocol.writing_paused
 
     @property
     def is_gone(self) -> bool:
@@ -230,13 +240,14 @@ class Exchange(ABC):
         """
         transport = self._send_head(status, lines, length, b"")
         is_chunked, is_closing, send = self._is_chunked, transport.is_closing, transport.write
+        protocol = self._protocol
 
         def write(data: bytes) -> bool:
             if is_closing():
                 return False
             if data:
                 send(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
-            return not self.is_full
+            return not protocol.writing_paused
 
         return write
 

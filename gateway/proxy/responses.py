@@ -39,6 +39,7 @@ class AiohttpExchange(Exchange):
             RequestHead(
                 request.raw_headers, request.headers, len(request.headers.getall("host", ()))
             ),
+            request.protocol,
             content_length=request.content_length,
             is_http11=request.version >= HttpVersion11,
             keep_alive=request.keep_alive,
@@ -50,11 +51,6 @@ class AiohttpExchange(Exchange):
     def transport(self) -> asyncio.Transport | None:
         """The client's connection; None once it is lost."""
         return self._request.transport
-
-    @property
-    def is_full(self) -> bool:
-        """Whether more is waiting to be sent than should."""
-        return self._request.protocol.writing_paused
 
     @property
     def is_body_read(self) -> bool:
