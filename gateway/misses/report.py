@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 # Prompts waiting to be compared; more than this in one burst are not.
 MAX_QUEUE = 256
-# Comparisons per second over a long time, and at once: a comparison takes about 1 ms of a thread.
-COMPARED_PER_S = 50.0
+# Comparisons per second over a long time, and at once: one takes 1 to 20 ms of a thread, so this is
+# a few percent of a core at the worst, and ten a second still find what is common.
+COMPARED_PER_S = 10.0
 BURST = 256
 # Prompts that are compared in full with a new one: the best by shared features.
 MAX_TWINS = 3
