@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gateway.routing.active import common_until
+from gateway.routing.outcome import (
+    WORKER_ANSWERS,
+    WORKER_FAILURES,
+    Outcome,
+    Usage,
+    is_comparable,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from gateway.routing.choose import Decision
     from gateway.routing.pending import Leader, Pending
@@ -18,40 +23,12 @@ if TYPE_CHECKING:
     from prefix_index.blocks import BlockHash
     from prefix_index.draft import Prompt
 
+__all__ = ["Outcome", "Ticket", "Usage"]
+
 # Share of a decode's time that other requests' prefills may take for its gaps to be believed.
 MAX_PREFILL_SHARE = 0.2
 # Cached tokens beyond the predicted ones that cannot be an unaligned end.
 SURPRISE_TOKENS = 64
-
-
-class Outcome(StrEnum):
-    """How an attempt at a worker ended (bounded: it is a metric label)."""
-
-    OK = "ok"
-    CLIENT_CLOSED = "client_closed"
-    CONNECT_FAILED = "connect_failed"
-    UPSTREAM_RESET = "upstream_reset"  # the connection ended before the first byte
-    FIRST_BYTE_TIMEOUT = "first_byte_timeout"
-    UPSTREAM_ERROR = "upstream_error"  # the engine answered 5xx
-    TRUNCATED = "truncated"  # the connection ended after the first byte
-    REJECTED = "rejected"  # the engine answered 4xx
-    CANCELLED = "cancelled"  # the gateway gave up: shutdown, deadline
-
-
-# A first-byte deadline is no verdict: a long prefill is not a dead worker.
-WORKER_FAILURES = frozenset(
-    {Outcome.CONNECT_FAILED, Outcome.UPSTREAM_RESET, Outcome.UPSTREAM_ERROR, Outcome.TRUNCATED}
-)
-WORKER_ANSWERS = frozenset({Outcome.OK, Outcome.REJECTED})
-
-
-@dataclass(slots=True)
-class Usage:
-    """Token counts as the worker reported them; None where it did not."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
 
 
 class Ticket:
@@ -258,7 +235,7 @@ class Ticket:
         self.observed_hit_tokens = usage.cached_tokens
         if usage.cached_tokens:
             worker.reports_cached = True
-        if not _is_comparable(plan.inbound.body):
+        if not is_comparable(plan.inbound.body):
             return
         if (
             plan.text_chain
@@ -272,7 +249,7 @@ class Ticket:
     def _observe_prompt(self, now_s: float, usage: Usage) -> None:
         """Do the part of it that needs the prompt's tokens."""
         worker, prompt = self.worker, self._plan.prompt
-        if not _is_comparable(self._plan.inbound.body):
+        if not is_comparable(self._plan.inbound.body):
             return
         if prompt is not None and usage.prompt_tokens is not None:
             worker.saw_prompt_tokens(ours=prompt.num_tokens, theirs=usage.prompt_tokens)
@@ -326,16 +303,3 @@ class Ticket:
                 context_tokens=(context + books.context_tokens) / 2,
                 in_flight=(running + books.in_flight) / 2,
             )
-
-
-def _is_comparable(body: Mapping[str, Any]) -> bool:
-    """Whether the reported token counts are those of one prompt and one completion.
-
-    Of several prompts only the first is read but all are counted, several choices are counted
-    together, and prompts whose own probabilities are asked for are computed without the cache.
-    """
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
-        return False
-    is_one_choice = body.get("n") in (None, 1) and body.get("best_of") in (None, 1)
-    return is_one_choice and body.get("prompt_logprobs") is None and not body.get("echo")

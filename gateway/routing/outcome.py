@@ -1,0 +1,53 @@
+"""How an attempt at a worker ended, and what the worker reported about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Outcome(StrEnum):
+    """How an attempt at a worker ended (bounded: it is a metric label)."""
+
+    OK = "ok"
+    CLIENT_CLOSED = "client_closed"
+    CONNECT_FAILED = "connect_failed"
+    UPSTREAM_RESET = "upstream_reset"  # the connection ended before the first byte
+    FIRST_BYTE_TIMEOUT = "first_byte_timeout"
+    UPSTREAM_ERROR = "upstream_error"  # the engine answered 5xx
+    TRUNCATED = "truncated"  # the connection ended after the first byte
+    REJECTED = "rejected"  # the engine answered 4xx
+    CANCELLED = "cancelled"  # the gateway gave up: shutdown, deadline
+
+
+# A first-byte deadline is no verdict: a long prefill is not a dead worker.
+WORKER_FAILURES = frozenset(
+    {Outcome.CONNECT_FAILED, Outcome.UPSTREAM_RESET, Outcome.UPSTREAM_ERROR, Outcome.TRUNCATED}
+)
+WORKER_ANSWERS = frozenset({Outcome.OK, Outcome.REJECTED})
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts as the worker reported them; None where it did not."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+def is_comparable(body: Mapping[str, Any]) -> bool:
+    """Whether the reported token counts are those of one prompt and one completion.
+
+    Of several prompts only the first is read but all are counted, several choices are counted
+    together, and prompts whose own probabilities are asked for are computed without the cache.
+    """
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
+        return False
+    is_one_choice = body.get("n") in (None, 1) and body.get("best_of") in (None, 1)
+    return is_one_choice and body.get("prompt_logprobs") is None and not body.get("echo")
