@@ -61,7 +61,11 @@ class PromptPipeline:
         source = self.tokenizer.template_source
         template = source and ChatTemplate(source, special_tokens=self.tokenizer.special_tokens)
         self._reader = PromptReader(
-            self.tokenizer, template or None, model=facts.name, block_size=facts.block_size
+            self.tokenizer,
+            template or None,
+            model=facts.name,
+            block_size=facts.block_size,
+            engine="runner",
         )
         self._vocab_size = facts.vocab_size
 

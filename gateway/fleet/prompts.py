@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
+import structlog
 
 from gateway.routing.pool import DEFAULT_BLOCK_SIZE
 from gateway.settings import ConfigError
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from gateway.config import PoolConfig
     from gateway.routing.pool import Pool
     from gateway.upstream.client import Upstream
+
+log = structlog.get_logger("warmlane")
 
 # A tokenizer is a few megabytes of JSON that a loaded engine hands out between two steps.
 HAND_OUT_DEADLINE_S = 30.0
@@ -89,6 +92,15 @@ class PoolPrompts:
             except (TemplateRefusedError, KeyError, OSError) as error:
                 where = f"pools[{self._config.name}].template"
                 raise ConfigError(f"{where}: cannot be used: {error}") from error
+            if template.prints_date:
+                log.warning(
+                    "template_prints_date",
+                    pool=self._config.name,
+                    template=self._config.template or "the tokenizer's own",
+                    timezone=self._config.timezone,
+                    effect="every prefix is new after midnight in that zone; pools[].timezone "
+                    "must be the engine's",
+                )
         reader = PromptReader(
             self._tokenizer,
             template,
