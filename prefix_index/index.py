@@ -154,6 +154,11 @@ class Index:
         held = self._workers.get(worker)
         return dict(held.tiers) if held else dict.fromkeys(TIERS, 0)
 
+    def held_blocks(self, worker: str, tier: Tier = "gpu") -> int:
+        """Return how many different blocks one tier of a worker has, visible or not."""
+        held = self._workers.get(worker)
+        return held.tiers[tier] if held else 0
+
     def holds(self, worker: str, block: BlockHash, tier: Tier | None = None) -> bool:
         """Say whether a worker has a copy of a block in a tier, or in any, visible or not."""
         held = self._workers.get(worker)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Occurrences of a token's first byte that are looked at one by one: two long messages have none but
-# the template's own (then this is 4 times quicker), markup has thousands (then the plain search is).
+# Occurrences of a token's first byte that are looked at one by one: two long messages have none
+# but the template's own (then this is 4 times quicker), markup has thousands.
 _MAX_FALSE_STARTS = 4
 
 

@@ -124,10 +124,9 @@ def _read_cache(
     index: Index, worker: Worker, c: Candidate, now_s: float, prompt_tokens: int
 ) -> None:
     """Fill in what is held; the age only where this request makes the engine evict."""
-    held = index.blocks_by_tier(worker.id)
-    c.held_tokens = held.get("gpu", 0) * index.block_size
+    c.held_tokens = index.held_blocks(worker.id) * index.block_size
     if c.cpu_capacity_tokens:
-        c.cpu_held_tokens = held.get("cpu", 0) * index.block_size
+        c.cpu_held_tokens = index.held_blocks(worker.id, "cpu") * index.block_size
     # At most this much is needed; choose() computes it exactly.
     demand = prompt_tokens + OUTPUT_ALLOWANCE_TOKENS + c.queued_tokens
     if c.held_tokens + demand > EVICTION_FILL * c.capacity_tokens:

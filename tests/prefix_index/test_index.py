@@ -132,6 +132,7 @@ def test_counts_are_those_of_a_multiset(history: list[Operation]) -> None:
     for worker in WORKERS:
         expected = Counter(tier for block in BLOCKS for tier in model.tiers(worker, block))
         assert index.blocks_by_tier(worker) == {tier: expected[tier] for tier in TIERS}
+        assert all(index.held_blocks(worker, tier) == expected[tier] for tier in TIERS)
         for block in BLOCKS:
             for tier in TIERS:
                 held_here = model.copies[worker, block, tier] > 0
