@@ -149,7 +149,8 @@ def choose(request: RouteInput, *, rotation: int = 0) -> Decision:
     for i, c in enumerate(candidates):
         if c.eligible:
             eligible.append(i)
-            longest = max(longest, c.hit_tokens)
+            if c.hit_tokens > longest:
+                longest = c.hit_tokens
             # One unknown speed among the eligible puts all of them into the unit that needs none.
             calibrated = calibrated and c.model is not None
     cold = 2 * longest < request.prompt_tokens
