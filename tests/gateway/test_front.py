@@ -15,8 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.errors import InvalidRequest
-from gateway.front.framing import ChunkedBody, SizedBody
 from gateway.proxy.limits import Limits
 from tests.fakes.engine import (
     DONE,
@@ -370,39 +368,3 @@ def test_bytes_changed_anywhere_end_in_answers_in_shape_and_nothing_open() -> No
             runner.run(play_all(gw, all_changes))
 
         changed()
-
-
-@given(st.binary(max_size=300), st.integers(1, 50), st.lists(st.integers(1, 40)), st.binary())
-def test_chunks_cut_anywhere_make_the_same_body(
-    body: bytes, size: int, cuts: list[int], rest: bytes
-) -> None:
-    sent = _chunked(body, size).partition(b"\r\n\r\n")[2]
-    for reader in (ChunkedBody(300), SizedBody(len(sent))):
-        data, at, left = sent + rest, 0, None
-        for cut in [*cuts, len(data)]:
-            if left is not None:
-                left += data[at : at + cut]
-            else:
-                left = reader.feed(data[at : at + cut])
-            at += cut
-        assert (reader.value(), left) == (
-            body if isinstance(reader, ChunkedBody) else sent,
-            rest,
-        )
-
-
-def test_a_body_of_single_bytes_costs_no_object_for_each() -> None:
-    body = SizedBody(10_000)
-    for _ in range(9_999):
-        assert body.feed(b"x") is None
-
-    assert len(body._reads) + len(body._pieces) < 600
-    assert body.feed(b"xy") == b"y"
-    assert body.value() == b"x" * 10_000
-
-
-def test_trailers_and_lines_are_bounded() -> None:
-    for endless in (b"5;" + b"a" * 10_000, b"0\r\n" + b"a: b\r\n" * 10_000):
-        body = ChunkedBody(100)
-        with pytest.raises(InvalidRequest, match="framing"):
-            body.feed(endless)
