@@ -189,6 +189,7 @@ def _limits(settings: Settings) -> Limits:
         body_bytes=server.max_body_mb << 20,
         head_bytes=limits.head_kb << 10,
         headers=limits.headers,
+        head_s=limits.head_s,
         decompressed_bytes=limits.decompressed_mb << 20,
         body_s=limits.body_s,
         idle_s=limits.idle_s,

@@ -152,6 +152,15 @@ class Pool:
             self.add(worker)
 
     @property
+    def counts_as_we_do(self) -> bool:
+        """Whether its workers' prompt token counts should equal ours.
+
+        A generic OpenAI server may count in ways that nobody tells (hidden instructions, images, a
+        price list's tokens). Its hits are found by what we routed there, in our own tokens.
+        """
+        return self.engine != "openai"
+
+    @property
     def block_size(self) -> int:
         """Tokens per block of the pool's index."""
         return self.index.block_size if self.index else DEFAULT_BLOCK_SIZE

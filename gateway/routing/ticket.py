@@ -251,7 +251,8 @@ class Ticket:
         worker, prompt = self.worker, self._plan.prompt
         if not is_comparable(self._plan.inbound.body):
             return
-        if prompt is not None and usage.prompt_tokens is not None:
+        counts = self._plan.pool.counts_as_we_do
+        if counts and prompt is not None and usage.prompt_tokens is not None:
             worker.saw_prompt_tokens(ours=prompt.num_tokens, theirs=usage.prompt_tokens)
         if worker.parity != 0:
             self._correct_index(usage.cached_tokens)

@@ -68,6 +68,7 @@ def make_pool(
     ]
     if reads:
         options |= {"reader": prompt_reader(), "index": Index(BLOCK)}
+    options.setdefault("engine", "vllm")
     return Pool("chat", models=["m"], workers=workers, **options)
 
 

@@ -543,3 +543,14 @@ async def test_every_attempt_is_told_once_after_its_books_are_closed() -> None:
 
     assert told == [(plan, failed, 0), (plan, served, 0)]
     assert served.observed_hit_tokens == 7
+
+
+async def test_a_generic_servers_own_way_of_counting_is_no_reason_for_disbelief() -> None:
+    pool, clock = make_pool(1, engine="openai", mode="approximate"), Clock()
+    routes = dispatcher(pool, clock)
+    for _ in range(4):
+        plan = await routes.plan(pool, chat("Tell me all about block hashes. " * 8))
+        serve(admit(routes, plan), clock, 0.1, prompt_tokens=7, completion_tokens=1)
+
+    assert pool.workers["w0"].parity == -1
+    assert admit(routes, plan).predicted_hit_tokens == (plan.num_tokens - 1) // BLOCK * BLOCK
