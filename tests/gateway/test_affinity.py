@@ -234,24 +234,6 @@ def test_the_memory_of_known_texts_is_bounded_and_keeps_no_text() -> None:
     assert all(len(k) == len(v) == 16 for k, v in affinity._known.items())
 
 
-def seconds(body: dict[str, Any], rounds: int) -> float:
-    """CPU seconds of one key, best of a few."""
-    best = float("inf")
-    for _ in range(5):
-        start_s = time.thread_time()
-        for _ in range(rounds):
-            key(body)
-        best = min(best, (time.thread_time() - start_s) / rounds)
-    return best
-
-
-def test_a_known_prompt_costs_little_more_than_a_hint() -> None:
-    known = messages(DOCUMENT[:750], "Why? " * 40)
-    floor_s = seconds({"user": "u"}, 500)
-
-    assert seconds(known, 500) < 8 * floor_s + 5e-6
-
-
 @pytest.mark.parametrize("unit", ["1 ", "<doc ", "<doc>", "2026-1", "a1", "</doc><doc>"])
 def test_hostile_instructions_cost_bounded_time(unit: str) -> None:
     texts = [unit * (num_chars // len(unit)) for num_chars in (125_000, 1_000_000)]
