@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -32,3 +33,23 @@ async def poll_until(
             return
         assert time.monotonic() < end, f"not reached within {deadline_s} s: {what or condition}"
         await asyncio.sleep(0.01)
+
+
+def cpu_s(call: Callable[[], object], *, repeats: int = 2) -> float:
+    """Return the CPU seconds one call takes in this thread, the least of a few.
+
+    For tests of growth only: how long something takes is a benchmark's business. The collector is
+    off meanwhile, since what it walks is the whole suite's heap and not the call's own.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        times_s = []
+        for _ in range(repeats):
+            start_s = time.thread_time()
+            call()
+            times_s.append(time.thread_time() - start_s)
+        return min(times_s)
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-import time
+from functools import partial
 from typing import Any
 
 import pytest
 
 from gateway.routing import affinity
 from gateway.routing.affinity import LARGE_CHARS, MAX_VALUE_CHARS, affinity_key
+from tests.support import cpu_s
 
 KINDS = ("document", "knowledge_base", "session", "tenant", "prefix")
 QUESTION = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
@@ -236,13 +237,12 @@ def test_the_memory_of_known_texts_is_bounded_and_keeps_no_text() -> None:
 
 @pytest.mark.parametrize("unit", ["1 ", "<doc ", "<doc>", "2026-1", "a1", "</doc><doc>"])
 def test_hostile_instructions_cost_bounded_time(unit: str) -> None:
-    texts = [unit * (num_chars // len(unit)) for num_chars in (125_000, 1_000_000)]
-    times = []
-    for text in texts:
+    def unknown(text: str) -> None:
         affinity._known.clear()
-        start_s = time.thread_time()
         key(messages(text, "q"))
-        times.append(time.thread_time() - start_s)
+
+    texts = [unit * (num_chars // len(unit)) for num_chars in (125_000, 1_000_000)]
+    times = [cpu_s(partial(unknown, text)) for text in texts]
 
     # 8 times the text: what grows is hashing and copying.
     assert times[1] < 16 * times[0] + 0.02

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import time
 import weakref
 from typing import Any
 
@@ -26,6 +25,7 @@ from gateway.routing.segments import (
 )
 from prefix_index.segments import Found, Layout, Moved, Segment, stable_tokens
 from tests.gateway.routing_parts import BLOCK, Clock, chat, dispatcher, ids, make_pool
+from tests.support import cpu_s
 
 HANDBOOK = "Handbook rule 7: refunds are accepted within thirty days of delivery. " * 40
 POOL = make_pool(1)
@@ -95,14 +95,9 @@ def test_what_cannot_be_read_has_no_stable_tokens() -> None:
 def test_the_quick_boundary_costs_a_small_part_of_the_exact_one() -> None:
     plan = plan_of(conversation(*(f"turn {k} " * 20 for k in range(49))))
 
-    def seconds(call: Any, rounds: int) -> float:
-        start_s = time.thread_time()
-        for _ in range(rounds):
-            call(plan)
-        return (time.thread_time() - start_s) / rounds
-
     quick_stable_tokens(plan)
-    assert min(seconds(quick_stable_tokens, 100) for _ in range(3)) < seconds(layout_of, 3) / 20
+    quick_s = cpu_s(lambda: quick_stable_tokens(plan), repeats=20)
+    assert quick_s < cpu_s(lambda: layout_of(plan)) / 20
 
 
 # --- hints ---------------------------------------------------------------------------------------
