@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gateway.config import AdmissionConfig, RoutingConfig
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 def unsupported(settings: Settings) -> tuple[list[str], list[str]]:
     """Return (errors, warnings) about configured features that are not available."""
     errors = list(_server_errors(settings))
-    warnings: list[str] = []
+    warnings = list(_fleet_warnings(settings))
     for pool in settings.pools:
         errors += _pool_errors(pool)
         warnings += _pool_warnings(pool)
@@ -42,6 +44,10 @@ def _server_errors(settings: Settings) -> Iterator[str]:
         yield "server.tls: not available in this version; put a TLS terminator in front"
     if server.admin_port is not None:
         yield "server.admin_port: not available in this version; admin answers loopback only"
+    if server.access.trusted_peers:
+        yield "server.access.trusted_peers: identity headers carry no tenant in this version"
+    if settings.security.salt_secret_env is not None:
+        yield "security.salt_secret_env: caches are not isolated by this version"
     if settings.routing.mode != "cost" or settings.routing.share != 100:
         yield "routing.mode, routing.share: only mode cost with share 100 in this version"
 
@@ -50,6 +56,8 @@ def _pool_errors(pool: PoolConfig) -> Iterator[str]:
     where = f"pools[{pool.name}]"
     if pool.discovery.type != "static":
         yield f"{where}.discovery.type: {pool.discovery.type} is not available; expected static"
+    if pool.worker_allow:
+        yield f"{where}.worker_allow: workers come from this file only; expected an empty list"
     if pool.fallback:
         yield f"{where}.fallback: not available in this version"
     if pool.keep_warm.enabled:
@@ -60,3 +68,12 @@ def _pool_warnings(pool: PoolConfig) -> Iterator[str]:
     where = f"pools[{pool.name}]"
     if pool.offload.max_offload_tokens is not None:
         yield f"{where}.offload: the cap is not sent to workers by this version"
+    if pool.admission != AdmissionConfig():
+        yield f"{where}.admission: requests do not wait in the gateway in this version"
+
+
+def _fleet_warnings(settings: Settings) -> Iterator[str]:
+    if settings.routing.max_wait_s != RoutingConfig().max_wait_s:
+        yield "routing.max_wait_s: requests do not wait in the gateway in this version"
+    if len({pool.retry for pool in settings.pools}) > 1:
+        yield "pools[].retry: this version takes the strictest of all pools for each of them"

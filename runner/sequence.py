@@ -56,8 +56,3 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether only the newest token is to be computed."""
         return self.num_pending == 1 and self.num_computed > 0 and bool(self.blocks)
-
-    @property
-    def num_completion_tokens(self) -> int:
-        """Tokens sampled so far."""
-        return len(self.tokens) - len(self.request.prompt_ids)

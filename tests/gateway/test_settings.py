@@ -138,6 +138,8 @@ UNSUPPORTED = {
     "server.tls": "server: {tls: {cert: c.pem, key: k.pem}}",
     "server.admin_port": "server: {admin_port: 9090}",
     "routing.mode": "routing: {mode: observe}",
+    "server.access.trusted_peers": "server: {access: {trusted_peers: [10.0.0.0/8]}}",
+    "security.salt_secret_env": "security: {salt_secret_env: SALT}",
 }
 
 
@@ -150,6 +152,27 @@ def test_a_known_feature_that_is_not_there_yet_is_refused_and_not_ignored(
     errors, _ = unsupported(settings)
 
     assert any(error.startswith(name) for error in errors), errors
+
+
+IGNORED = {
+    "routing.max_wait_s": (MINIMAL + "routing: {max_wait_s: 5}\n"),
+    "telemetry.otlp_endpoint": (MINIMAL + "telemetry: {otlp_endpoint: 'http://h'}\n"),
+    "pools[chat].admission": MINIMAL.replace("models", "admission: {max_queue: 5}\n    models"),
+    "pools[chat].offload": MINIMAL.replace(
+        "models", "offload: {max_offload_tokens: 5}\n    models"
+    ),
+    "pools[].retry": MINIMAL + "  - {name: other, models: [n], retry: {attempts: 3}}\n",
+}
+
+
+@pytest.mark.parametrize(("name", "text"), IGNORED.items(), ids=IGNORED)
+def test_what_is_without_effect_and_harms_nobody_is_warned_of(write, name: str, text: str) -> None:
+    settings, _ = load(write(text), environ={})
+
+    errors, warnings = unsupported(settings)
+
+    assert errors == []
+    assert [warning.split(":")[0] for warning in warnings] == [name]
 
 
 def test_the_defaults_are_all_supported(write) -> None:
