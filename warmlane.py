@@ -18,6 +18,9 @@ OWNERS = {
     "runner": "runner",
 }
 
+# What only the extra `runner` installs; the gateway alone does without.
+RUNNER_EXTRA = {"numpy", "safetensors", "torch"}
+
 USAGE = """usage: warmlane COMMAND [OPTIONS]
 
   serve      run the gateway
@@ -44,8 +47,17 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     # The runner is one command; the gateway has several and reads the name itself.
     rest = args[1:] if owner == "runner" else args
-    entry = importlib.import_module(f"{owner}.__main__")
-    return int(entry.main(rest) or 0)
+    try:
+        entry = importlib.import_module(f"{owner}.__main__")
+        return int(entry.main(rest) or 0)
+    except ModuleNotFoundError as error:
+        if owner != "runner" or error.name not in RUNNER_EXTRA:
+            raise
+        sys.stderr.write(
+            f"warmlane: the bundled engine needs {error.name}, which comes with the extra "
+            "`runner`: pip install '.[runner]'\n"
+        )
+        return 1
 
 
 if __name__ == "__main__":

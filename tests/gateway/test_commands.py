@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +97,20 @@ def test_explain_refuses_a_file_that_is_not_json(tmp_path: Path) -> None:
 
     assert done.returncode == 1
     assert "expected a JSON request body" in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["numpy", "torch"])
+def test_without_its_extra_the_runner_says_what_to_install(missing: str, tmp_path: Path) -> None:
+    # A module of that name that cannot be found, as in an installation without the extra.
+    (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError(name={missing!r})\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "warmlane", "runner", "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("pip install '.[runner]'")
