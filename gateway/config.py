@@ -6,6 +6,8 @@ flags) and which line they stand on is ``gateway/settings.py``'s business; this 
 
 from __future__ import annotations
 
+import re
+from ipaddress import ip_network
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -16,7 +18,14 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Auto = Literal["auto"]
+Share = Annotated[float, Field(ge=0, le=1)]
 AffinityKind = Literal["document", "knowledge_base", "session", "tenant", "prefix"]
+
+# tcp://HOST:PORT, where * as the host means that this side listens; or ipc://PATH.
+_ZMQ_ADDRESS = re.compile(r"tcp://(?:\*|\[[0-9A-Fa-f:.%]+\]|[^:/\[\]\s*]+):\d{1,5}|ipc://\S+")
+_SENTINEL_URL = re.compile(
+    r"redis\+sentinel://(?:[^@/\s]*@)?[^@/,:\s]+:\d{1,5}(?:,[^@/,:\s]+:\d{1,5})*/[^/\s]+(?:/\d+)?"
+)
 
 
 class Section(BaseModel):
@@ -29,7 +38,18 @@ class AccessConfig(Section):
     """Who may operate the gateway and whose identity headers count."""
 
     admin_token_env: str | None = None
+    # Addresses and networks whose x-tenant-id is believed: a proxy that has checked who sends.
     trusted_peers: tuple[str, ...] = ()
+
+    @field_validator("trusted_peers")
+    @classmethod
+    def _networks(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        for value in values:
+            try:
+                ip_network(value)
+            except ValueError as error:
+                raise ValueError(f"expected addresses or networks: {error}") from error
+        return values
 
 
 class TlsConfig(Section):
@@ -87,14 +107,21 @@ class IndexConfig(Section):
     namespace: str = "warmlane"
     tls: bool = False
 
+    @field_validator("url")
+    @classmethod
+    def _redis_url(cls, value: str | None) -> str | None:
+        return None if value is None else check_redis_url(value)
+
 
 class WorkerConfig(Section):
     """One engine endpoint."""
 
     id: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._:-]+$")]
     url: str
-    kv_events: str | None = None
-    kv_replay: str | None = None
+    # A list where several data-parallel ranks publish, each on its own address.
+    kv_events: str | list[str] | None = None
+    kv_replay: str | list[str] | None = None
+    kv_topic: str | None = None
 
     @field_validator("url")
     @classmethod
@@ -103,10 +130,22 @@ class WorkerConfig(Section):
 
     @field_validator("kv_events", "kv_replay")
     @classmethod
-    def _zmq_address(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith(("tcp://", "ipc://")):
-            raise ValueError(f"expected tcp://HOST:PORT or ipc://PATH, got {value!r}")
+    def _zmq_addresses(cls, value: str | list[str] | None) -> str | list[str] | None:
+        addresses = [value] if isinstance(value, str) else value or []
+        for address in addresses:
+            if not _ZMQ_ADDRESS.fullmatch(address):
+                raise ValueError(
+                    f"expected tcp://HOST:PORT or ipc://PATH (* as HOST listens), got {address!r}"
+                )
         return value
+
+    @model_validator(mode="after")
+    def _one_replay_per_publisher(self) -> WorkerConfig:
+        events = len(self.kv_events) if isinstance(self.kv_events, list) else 1
+        replays = len(self.kv_replay) if isinstance(self.kv_replay, list) else 1
+        if self.kv_replay is not None and self.kv_events is not None and events != replays:
+            raise ValueError(f"kv_replay: expected {events} as in kv_events, got {replays}")
+        return self
 
 
 class DiscoveryConfig(Section):
@@ -155,7 +194,7 @@ class AdmissionConfig(Section):
 class RetryConfig(Section):
     """Retries before the first byte: share of recent requests, and tries per request."""
 
-    budget: Annotated[float, Field(ge=0, le=1)] = 0.2
+    budget: Share = 0.2
     attempts: Annotated[int, Field(ge=1, le=10)] = 2
 
 
@@ -178,7 +217,11 @@ class PoolConfig(Section):
     max_batched_tokens: PositiveInt = 8192
     capacity_tokens: PositiveInt | Auto = "auto"
     worker_allow: tuple[str, ...] = ()
+    # Share of its models' traffic among the pools that have a weight and serve the same name.
+    weight: NonNegativeInt | None = None
     fallback: str | None = None
+    # auto: between bundled runners that say they can.
+    peer_pull: Literal["auto", "off", "llm-d"] = "auto"
     keep_warm: KeepWarmConfig = KeepWarmConfig()
     admission: AdmissionConfig = AdmissionConfig()
     retry: RetryConfig = RetryConfig()
@@ -195,12 +238,38 @@ class PoolConfig(Section):
         return self
 
 
-class RouteConfig(Section):
-    """Sends matching requests to a pool."""
+class MatchConfig(Section):
+    """Which requests a route takes: those of which everything that is said here is true."""
 
-    match: dict[str, str] = {}
+    tenant: str | None = None
+    model: str | None = None
+    header: dict[str, str] = {}
+    prompt_tokens_min: NonNegativeInt | None = None
+    prompt_tokens_max: NonNegativeInt | None = None
+    # Share of the prompt that a worker holds, of the pool where it would go otherwise.
+    known_reuse_min: Share | None = None
+    known_reuse_max: Share | None = None
+
+    @field_validator("header")
+    @classmethod
+    def _lower_case(cls, value: dict[str, str]) -> dict[str, str]:
+        return {name.lower(): text for name, text in value.items()}
+
+    @model_validator(mode="after")
+    def _possible(self) -> MatchConfig:
+        for name in ("prompt_tokens", "known_reuse"):
+            least, most = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
+            if least is not None and most is not None and least > most:
+                raise ValueError(f"{name}_min {least:g} is above {name}_max {most:g}")
+        return self
+
+
+class RouteConfig(Section):
+    """Sends matching requests to a pool, if that serves their model; the first match counts."""
+
+    match: MatchConfig = MatchConfig()
     pool: str
-    offload: OffloadConfig = OffloadConfig()
+    offload: OffloadConfig | None = None
 
 
 class TenantConfig(Section):
@@ -229,7 +298,7 @@ class TelemetryConfig(Section):
     otlp_endpoint: str | None = None
     log_prompts: bool = False
     decision_log: str | None = None
-    trace_sample: Annotated[float, Field(ge=0, le=1)] = 0.01
+    trace_sample: Share = 0.01
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
@@ -250,9 +319,6 @@ class Settings(Section):
         names = [pool.name for pool in self.pools]
         if len(set(names)) != len(names):
             raise ValueError(f"pool names must differ, got {', '.join(names)}")
-        served = [m for pool in self.pools for m in (*pool.models, *pool.aliases)]
-        if twice := sorted({m for m in served if served.count(m) > 1}):
-            raise ValueError(f"a model name belongs to one pool, in several: {', '.join(twice)}")
         ids = [worker.id for pool in self.pools for worker in pool.workers]
         if twice := sorted({i for i in ids if ids.count(i) > 1}):
             raise ValueError(f"worker ids must differ between pools: {', '.join(twice)}")
@@ -275,3 +341,30 @@ def check_worker_url(value: str) -> str:
     if not valid or parts.query or parts.fragment or parts.netloc.count(":") > 1 > value.count("["):
         raise ValueError(expected)
     return value.rstrip("/")
+
+
+def check_redis_url(value: str) -> str:
+    """Return ``value`` if it names a Redis server as the index takes it.
+
+    Raises:
+        ValueError: If it does not; the message says what was expected.
+    """
+    expected = (
+        "expected redis://HOST[:PORT][/DB], rediss://..., unix://PATH or "
+        "redis+sentinel://HOST:PORT[,HOST:PORT]/SERVICE[/DB]"
+    )
+    try:
+        parts = urlsplit(value)
+        if parts.scheme in ("redis", "rediss"):
+            # Reading the port checks it.
+            valid = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        elif parts.scheme == "unix":
+            valid = parts.path.startswith("/") and len(parts.path) > 1
+        else:
+            valid = bool(_SENTINEL_URL.fullmatch(value))
+    except ValueError:
+        valid = False
+    if not valid:
+        # The URL itself may carry a password.
+        raise ValueError(expected)
+    return value

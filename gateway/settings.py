@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from gateway.config import Settings
+from gateway.cross_checks import problems
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,9 +72,13 @@ def load(
     for location, value in (flags or {}).items():
         layered.merge(_nest(location, value), {location: f"flag --{location[-1]}"})
     try:
-        return Settings.model_validate(layered.values), layered
+        settings = Settings.model_validate(layered.values)
     except ValidationError as error:
         raise ConfigError(_explain(error, layered)) from None
+    found = [_problem(layered, location, text) for location, text in problems(settings)]
+    if found:
+        raise ConfigError("\n".join(dict.fromkeys(found)))
+    return settings, layered
 
 
 def describe(settings: Settings, layered: Layered) -> list[tuple[str, Any, str]]:
@@ -182,12 +187,16 @@ def _explain(error: ValidationError, layered: Layered) -> str:
         # A bad item also makes its list "too short"; only the deepest problem helps.
         if any(p["loc"][: len(location)] == location != p["loc"] for p in problems):
             continue
-        dotted = ".".join(str(part) for part in location) or "configuration"
         if problem["type"] == "extra_forbidden":
             text = f"unknown key {location[-1]!r}"
         elif problem["type"] == "missing":
             text = "is required"
         else:
             text = problem["msg"].removeprefix("Value error, ")
-        lines.append(f"{layered.source_of(location)}: {dotted}: {text}")
+        lines.append(_problem(layered, location, text))
     return "\n".join(dict.fromkeys(lines))
+
+
+def _problem(layered: Layered, location: Location, text: str) -> str:
+    dotted = ".".join(str(part) for part in location) or "configuration"
+    return f"{layered.source_of(location)}: {dotted}: {text}"

@@ -36,14 +36,8 @@ def _server_errors(settings: Settings) -> Iterator[str]:
         yield "tenants: API keys are not checked by this version; expected an empty list"
     if settings.routes:
         yield "routes: not available in this version; expected an empty list"
-    if settings.index.backend == "redis":
-        yield "index.backend: redis is not available in this version; expected memory"
-    if server.processes > 1:
-        yield "server.processes: several processes need a shared index; expected 1"
     if server.tls.cert or server.tls.key:
         yield "server.tls: not available in this version; put a TLS terminator in front"
-    if server.admin_port is not None:
-        yield "server.admin_port: not available in this version; admin answers loopback only"
     if server.access.trusted_peers:
         yield "server.access.trusted_peers: identity headers carry no tenant in this version"
     if settings.security.salt_secret_env is not None:

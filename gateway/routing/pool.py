@@ -23,11 +23,14 @@ from prefix_index.residency import Residency
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from gateway.routing.others import OthersLoad
     from gateway.upstream.client import Upstream
     from prefix_index.index import Index
     from prefix_index.prompts import PromptReader
 
 Mode = Literal["exact", "approximate", "text"]
+PullStyle = Literal["", "runner", "llm-d"]
+PeerPull = Literal["auto", "off", "llm-d"]
 
 # vLLM's and the bundled runner's block size; used until the pool's own is known.
 DEFAULT_BLOCK_SIZE = 16
@@ -59,6 +62,14 @@ class Worker:
         last_event_s: When its last KV event came (monotonic).
         reports_cached: Whether it ever reported more than 0 cached tokens.
         parity: 1 = its token count equals ours, 0 = it differed last time, -1 = unknown.
+        can_pull: Whether it can fetch KV from another worker; told by it or by configuration.
+        pull_style: How it is told where from: ``runner`` (``kv_transfer_params.source``),
+            ``llm-d`` (a header); empty = not at all.
+        rank: Its data-parallel rank, where one URL stands for several; None = there are none.
+        adapters: LoRA adapters it serves as models.
+        fingerprint: What it says about its weights, tokenizer and KV format; empty = nothing.
+        is_apart: Whether it differs in that from most of its pool, so that it serves only if nobody
+            else can. Written by ``gateway/fleet/fingerprints.py``.
     """
 
     id: str
@@ -74,6 +85,12 @@ class Worker:
     last_event_s: float | None = None
     reports_cached: bool = False
     parity: int = -1
+    can_pull: bool = False
+    pull_style: PullStyle = ""
+    rank: int | None = None
+    adapters: frozenset[str] = frozenset()
+    fingerprint: str = ""
+    is_apart: bool = False
     num_diverged: int = 0
     books: Books = field(default_factory=Books)
     health: Health = field(default_factory=Health)
@@ -105,7 +122,12 @@ class Pool:
         reader: Prompt reader; None = no tokenizer, the pool routes by text.
         index: Who holds which prefix; None as long as there is no reader.
         workers: Its first workers.
+        peer_pull: Whether workers may fetch KV from each other: those that say they can, none,
+            or all by llm-d's header.
         clock_unix: Seconds since 1970, the clock of the workers' epochs.
+
+    Attributes:
+        others: What other gateways have in flight on its workers; None = there are none.
     """
 
     def __init__(
@@ -121,6 +143,7 @@ class Pool:
         reader: PromptReader | None = None,
         index: Index | None = None,
         workers: Iterable[Worker] = (),
+        peer_pull: PeerPull = "auto",
         clock_unix: Callable[[], float] = time.time,
     ) -> None:
         self.name = name
@@ -130,6 +153,8 @@ class Pool:
         self.affinity_keys = tuple(affinity_keys)
         self.set_size = set_size
         self.is_strict = is_strict
+        self.peer_pull = peer_pull
+        self.others: OthersLoad | None = None
         self.workers: dict[str, Worker] = {}
         self.ring = Ring()
         self.pending = Pending()
@@ -232,7 +257,7 @@ class Pool:
 
     def is_readable(self, worker: Worker) -> bool:
         """Whether our block hashes mean anything for this worker."""
-        if worker.mode == "text" or worker.is_diverged:
+        if worker.mode == "text" or worker.is_diverged or worker.is_apart:
             return False
         return worker.block_size is None or worker.block_size == self.block_size
 
