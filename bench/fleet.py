@@ -45,6 +45,8 @@ RUNNER_SHAPE = Shape(
     few_shot_questions=20, output_tokens=8,
 )  # fmt: skip
 THINK_S = 0.3
+# A client of the batch asks until all its questions are asked.
+BATCH = sys.maxsize
 READY_DEADLINE_S = 120.0
 REQUEST_DEADLINE_S = 300.0
 _PREFILL = re.compile(r"^vllm:(prompt_tokens|prefix_cache_hits)_total(?:\{[^}]*\})? (\S+)", re.M)
@@ -250,7 +252,12 @@ async def run_once(router: str, options: argparse.Namespace, seed: int) -> Seen:
         url = f"http://127.0.0.1:{port}"
         await ready(f"{url}/health/ready" if router == "warmlane" else f"{url}/health")
         loops = [
-            client_loop(url, workload.client(kind, number), seen, options.asks)
+            client_loop(
+                url,
+                workload.client(kind, number),
+                seen,
+                BATCH if kind == "few_shot" else options.asks,
+            )
             for kind, number_of in clients.items()
             for number in range(number_of)
         ]

@@ -25,8 +25,8 @@ _WORD_TEXT = (
     "more if out so up said what its about than into them can only other time new some could these "
     "two may first then do any like my now over such our man even most made after also did many "
     "off before must well back through years much where your way down should because long each "
-    "just state those people too mr how little good world make very year still see own work men day "
-    "get"
+    "just state those people too mr how little good world make very year still see own work men "
+    "day get"
 )
 _WORDS = _WORD_TEXT.split()
 
