@@ -133,6 +133,10 @@ class OthersLoad:
         if not self._reports:
             self._sums.clear()
 
+    def knows(self, gateway: str) -> bool:
+        """Say whether a gateway is heard."""
+        return gateway in self._reports
+
     def expire(self, now_s: float) -> list[str]:
         """Drop the gateways that were silent for more than ``GONE_S``; return their ids."""
         gone = [g for g, report in self._reports.items() if now_s - report.heard_s > GONE_S]

@@ -1,0 +1,276 @@
+"""Tell the other gateways what is in flight here, and hear what is in flight there.
+
+Every gateway says what it has on each worker at most every ``BEAT_S`` while that changes, and now
+and then while it does not, so that silence means something. Nothing on a request's path waits for
+it: routing reads what was heard last (``gateway/routing/others.py``). A report says everything, so
+a lost one costs ``BEAT_S`` of age and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import structlog
+
+from gateway.replicas.leads import SharedPending
+from gateway.replicas.messages import (
+    VERSION,
+    BadMessage,
+    LoadRow,
+    Report,
+    decode,
+    encode,
+    micros,
+)
+from gateway.routing.others import GONE_S, HEARTBEAT_S, OthersLoad
+from prefix_index.replica.link import LINK_ERRORS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from gateway.routing.pool import Pool
+    from prefix_index.replica.link import Link
+
+# Load shared every 50 ms costs 4 to 6 % of one gateway's TTFT, every 500 ms 1.6 to 2.8 times it
+# (routing simulation, 4 and 16 gateways).
+BEAT_S = 0.05
+# While anything is in flight, silence is told from nothing new after two beats.
+BUSY_HEARTBEAT_S = 2 * BEAT_S
+# A cold prompt is worth telling at once: its siblings come within milliseconds. Bounds the rate.
+LEAD_GAP_S = 0.005
+# How long a listener waits in one go; it only bounds how late it notices the end.
+LISTEN_S = 1.0
+# A worker's last first token is told this long after its last request: its other gateways hear of
+# it in time, and an idle fleet's reports become empty.
+PROGRESS_S = 2.0
+# Before listening is tried again; the link itself backs off.
+RETRY_S = 0.1
+# Goodbye is a courtesy: the others notice the silence as well.
+GOODBYE_S = 0.2
+# Gateways in front of one pool that are listened to. More is somebody making up ids.
+MAX_GATEWAYS = 256
+
+log = structlog.get_logger("warmlane")
+
+
+class Channel:
+    """One pool's part of the exchange; used by ``LoadExchange`` only.
+
+    Attributes:
+        others: What the other gateways have in flight there.
+    """
+
+    def __init__(self, pool: Pool, name: str, gateway: str, on_lead: Callable[[], None]) -> None:
+        self.name = name
+        self.others = OthersLoad()
+        self.others.is_connected = False
+        self._pool = pool
+        self._gateway = gateway
+        self._leads, self._texts = SharedPending(on_lead), SharedPending(on_lead)
+        pool.others = self.others
+        pool.pending, pool.pending_texts = self._leads, self._texts
+        self._sent_state: object = None
+        self._sent_changes = (0, 0)
+        self._sent_s = self._leads_sent_s = float("-inf")
+
+    def due(self, now_s: float) -> bytes | None:
+        """Return what must be said now, if anything, and take it as said."""
+        workers = self._pool.workers.values()
+        state = [
+            (b.in_flight, b.queued_tokens, b.queued_s, b.context_tokens, b.progress_at_s)
+            for b in (worker.books for worker in workers)
+        ]
+        changes = (self._leads.num_changes, self._texts.num_changes)
+        is_busy = any(row[0] for row in state)
+        heartbeat_s = BUSY_HEARTBEAT_S if is_busy else HEARTBEAT_S
+        is_due = state != self._sent_state or changes != self._sent_changes
+        # A beat early: the next look at the clock would come after the others' patience ended.
+        if not is_due and now_s - self._sent_s < heartbeat_s - BEAT_S / 2:
+            return None
+        repeats_leads = changes != self._sent_changes or now_s - self._leads_sent_s >= HEARTBEAT_S
+        self._sent_state, self._sent_changes, self._sent_s = state, changes, now_s
+        if repeats_leads:
+            self._leads_sent_s = now_s
+        report = Report(
+            VERSION,
+            self._gateway,
+            tuple(self._rows(now_s)),
+            self._leads.announced() if repeats_leads else None,
+            self._texts.announced() if repeats_leads else None,
+        )
+        return encode(report)
+
+    def goodbye(self) -> bytes:
+        """Return the last thing said."""
+        return encode(Report(VERSION, self._gateway, is_leaving=True))
+
+    def heard(self, report: Report, now_s: float) -> None:
+        """Take over what another gateway said.
+
+        Raises:
+            BadMessage: If there are too many gateways already.
+        """
+        gateway, workers = report.gateway, self._pool.workers
+        if report.is_leaving:
+            self._drop(gateway)
+            return
+        if len(self.others) >= MAX_GATEWAYS and not self.others.knows(gateway):
+            raise BadMessage(f"expected at most {MAX_GATEWAYS} gateways")
+        if report.loads is not None:
+            loads = {r.worker: r.translate(now_s) for r in report.loads if r.worker in workers}
+            self.others.report(gateway, loads, now_s)
+        if report.leads is not None:
+            self._leads.told(gateway, report.leads, workers)
+        if report.texts is not None:
+            self._texts.told(gateway, report.texts, workers)
+
+    def look(self, now_s: float, *, is_connected: bool) -> None:
+        """Drop who is silent; called a few times a second."""
+        self.others.is_connected = is_connected
+        for gateway in self.others.expire(now_s):
+            log.info("gateway_gone", gateway=gateway, pool=self._pool.name)
+            self._drop(gateway)
+
+    def _drop(self, gateway: str) -> None:
+        self.others.leave(gateway)
+        self._leads.told(gateway, (), ())
+        self._texts.told(gateway, (), ())
+
+    def _rows(self, now_s: float) -> Iterable[LoadRow]:
+        for worker in self._pool.workers.values():
+            books = worker.books
+            progress_age_s = now_s - books.progress_at_s
+            restore_left_s = books.restore_until_s - now_s
+            if books.in_flight or restore_left_s > 0.0 or progress_age_s < PROGRESS_S:
+                yield LoadRow(
+                    worker.id,
+                    books.in_flight,
+                    books.queued_tokens,
+                    micros(books.queued_s),
+                    books.context_tokens,
+                    micros(progress_age_s),
+                    micros(restore_left_s),
+                )
+
+
+class LoadExchange:
+    """The exchange of one process; one event loop only.
+
+    From construction on, the pools' ``others``, ``pending`` and ``pending_texts`` are its own.
+
+    Args:
+        link: Connection to Redis; run by somebody else.
+        pools: All pools.
+        gateway: This process's id, unlike any other's.
+        clock: Monotonic seconds; the dispatcher's.
+
+    Attributes:
+        errors: Hostile or broken messages and failed sends, by kind.
+        num_heard: Reports of other gateways taken over.
+        num_sent: Reports sent.
+    """
+
+    def __init__(
+        self, link: Link, pools: Sequence[Pool], *, gateway: str, clock: Callable[[], float]
+    ) -> None:
+        self._link = link
+        self._clock = clock
+        self._gateway = gateway
+        self._wake = asyncio.Event()
+        self.channels = {
+            name: Channel(pool, name, gateway, self._wake.set)
+            for name, pool in ((link.key(pool.name, "load"), pool) for pool in pools)
+        }
+        self._heard_self_s = float("-inf")
+        self.errors: Counter[str] = Counter()
+        self.num_heard = 0
+        self.num_sent = 0
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether what this gateway says comes back to it, so that the others' words would too."""
+        return self._clock() - self._heard_self_s <= GONE_S
+
+    async def run(self) -> None:
+        """Exchange until cancelled; then say goodbye."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._talk())
+                tasks.create_task(self._listen())
+                tasks.create_task(self._look())
+        finally:
+            await self._say_goodbye()
+
+    async def _talk(self) -> None:
+        while True:
+            self._wake.clear()
+            now_s = self._clock()
+            for name, channel in self.channels.items():
+                if self._link.is_up and (payload := channel.due(now_s)) is not None:
+                    await self._publish(name, payload)
+            await asyncio.sleep(LEAD_GAP_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_S - LEAD_GAP_S):
+                    await self._wake.wait()
+
+    async def _publish(self, name: str, payload: bytes) -> None:
+        try:
+            await self._link.client.publish(name, payload)
+            self.num_sent += 1
+        except LINK_ERRORS as error:
+            self._link.report(error)
+            self.errors[f"send:{type(error).__name__}"] += 1
+
+    async def _listen(self) -> None:
+        while True:
+            if self._link.is_up:
+                try:
+                    await self._follow()
+                except LINK_ERRORS as error:
+                    self._link.report(error)
+                    self.errors[f"listen:{type(error).__name__}"] += 1
+            await asyncio.sleep(RETRY_S)
+
+    async def _follow(self) -> None:
+        async with self._link.blocking.pubsub(ignore_subscribe_messages=True) as subscription:
+            await subscription.subscribe(*self.channels)
+            while True:
+                message = await subscription.get_message(timeout=LISTEN_S)
+                if message is not None:
+                    self.heard(message["channel"], message["data"])
+
+    def heard(self, name: bytes, data: object) -> None:
+        """Take one message; whatever is wrong with it is counted and changes nothing."""
+        now_s = self._clock()
+        try:
+            channel = self.channels[name.decode()]
+            report = decode(data)
+            if report.gateway == self._gateway:
+                self._heard_self_s = now_s
+                return
+            channel.heard(report, now_s)
+            self.num_heard += 1
+        except (BadMessage, KeyError, UnicodeDecodeError) as error:
+            self.errors[type(error).__name__] += 1
+
+    async def _look(self) -> None:
+        was_connected = False
+        while True:
+            now_s, is_connected = self._clock(), self.is_connected
+            for channel in self.channels.values():
+                channel.look(now_s, is_connected=is_connected)
+            if is_connected != was_connected:
+                log.info("load_sharing", connected=is_connected)
+                was_connected = is_connected
+            await asyncio.sleep(BEAT_S)
+
+    async def _say_goodbye(self) -> None:
+        if not self._link.is_up:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                for name, channel in self.channels.items():
+                    await self._publish(name, channel.goodbye())
