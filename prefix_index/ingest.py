@@ -5,22 +5,22 @@ event's tokens itself and remembers engine hash -> our hash. Blocks whose parent
 wait for it. Only full-attention groups count: in a hybrid model the others tell nothing about what
 a prompt may reuse.
 
-Source: vLLM 0.32 (captured), ``v1/core/kv_cache_utils.py`` for the order of extra keys; SGLang
-0.5.23 for its media.
+Source: vLLM 0.32 (captured); SGLang 0.5.23 for its media.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import msgspec
-
-from prefix_index.blocks import hash_block, hash_blocks, root_hash
 from prefix_index.events import BlockRemoved, BlockStored
+from prefix_index.identity import chain_of
+from prefix_index.names import NameBudget, Names
 from prefix_index.orphans import Orphans
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from prefix_index.blocks import BlockHash
     from prefix_index.events import EngineHash, Event, EventBatch
     from prefix_index.index import Index, Tier
@@ -42,67 +42,123 @@ _TIER_OF_MEDIUM: Final[dict[str, Tier]] = {
 }
 # Blocks that left, kept by name: an offload event may announce their lower copy just afterwards.
 _MAX_DEPARTED_BLOCKS: Final = 4096
-# Blocks of waiting events, about 10 MB.
+# Blocks of waiting events, and what happens to them meanwhile: 16 MiB of tokens in blocks of 64.
 _MAX_WAITING_BLOCKS: Final = 65_536
+# KV cache groups that are not full attention; hybrid models have under ten.
+_MAX_OTHER_GROUPS: Final = 64
 
-_encode = msgspec.msgpack.Encoder().encode
+
+class FeedChange(NamedTuple):
+    """What one batch changed; copies and parents are read from the index.
+
+    Attributes:
+        cleared: Everything the worker held before is void.
+        blocks: Blocks whose copies changed since, each with the engine's name if it has one.
+    """
+
+    cleared: bool
+    blocks: dict[BlockHash, EngineHash | None]
 
 
 class WorkerFeed:
     """Applies the event batches of one worker to the index, in order, from one thread.
 
+    Args:
+        index: Gets the blocks.
+        worker: The holder's name there.
+        model: What the pool's roots are made of.
+        budget: Memory for engine hashes, shared by the workers of the index.
+
     Attributes:
+        on_change: Called after each batch that changed something.
         stored: Block copies that came, all tiers.
         removed: Block copies that left.
         orphans: Events that had to wait for their parent.
         rejected: Events that could not be used: other block size, lengths that do not agree,
             tiers of unknown blocks, or orphans given up.
+        implausible: Those of them that contradict themselves or what the worker said before.
+        partial: Announcements of a prompt's unfinished last block, which no prompt can reuse.
+        unnamed: Blocks not taken because the budget had no room for their names.
+        resets: Times the engine said that it dropped its whole cache.
+        barren: Batches in a row that announced blocks and yielded none.
         block_size: Tokens per block as the worker says, 0 before it said so.
     """
 
-    def __init__(self, index: Index, worker: str, model: str) -> None:
-        self.stored = 0
-        self.removed = 0
-        self.orphans = 0
-        self.rejected = 0
+    def __init__(
+        self, index: Index, worker: str, model: str, *, budget: NameBudget | None = None
+    ) -> None:
+        self.on_change: Callable[[FeedChange], None] | None = None
+        self.stored = self.removed = self.orphans = self.rejected = 0
+        self.implausible = self.partial = self.unnamed = self.resets = self.barren = 0
         self.block_size = 0
         self._index = index
         self._worker = worker
         self._model = model
-        self._known: dict[EngineHash, BlockHash] = {}
+        self._names = Names(
+            budget or NameBudget.for_blocks(index.max_blocks),
+            lambda block: index.holds(worker, block),
+        )
         self._departed: OrderedDict[EngineHash, tuple[BlockHash, BlockHash]] = OrderedDict()
         self._orphans = Orphans(_MAX_WAITING_BLOCKS)
         self._other_groups: set[int] = set()
+        self._was_cleared = False
+        self._changed: dict[BlockHash, EngineHash | None] = {}
 
     @property
     def waiting(self) -> int:
         """Events that wait for their parent at this moment."""
         return len(self._orphans)
 
+    @property
+    def num_names(self) -> int:
+        """Engine hashes that are known."""
+        return len(self._names)
+
     def apply(self, batch: EventBatch) -> None:
         """Apply one batch. Batches must come in sequence, each once."""
+        stored, announces = self.stored, False
         pending: deque[Event] = deque(batch.events)
         while pending:
             event = pending.popleft()
             if isinstance(event, BlockStored):
                 if self._counts(event.group_idx, event.kv_cache_spec_kind):
+                    announces = True
                     pending.extendleft(reversed(self._store(event)))
             elif isinstance(event, BlockRemoved):
                 if event.group_idx not in self._other_groups:
                     self._remove(event)
             else:
-                self._clear_blocks()
+                self.resets += 1
+                self._forget_blocks()
+        if announces:
+            self.barren = self.barren + 1 if stored == self.stored else 0
+        self._tell()
 
     def clear(self) -> None:
         """Forget the worker's blocks: new epoch, or events were lost for good."""
-        self._clear_blocks()
+        self._forget_blocks()
         self._other_groups.clear()
+        self.block_size = 0
+        self._tell()
 
-    def _clear_blocks(self) -> None:
+    def adopt(self, engine_hash: EngineHash, block: BlockHash) -> bool:
+        """Learn the name of a block that is in the index already; False without room for it."""
+        return self._names.add([engine_hash], [block])
+
+    def _forget_blocks(self) -> None:
         self._index.clear(self._worker)
-        self._known.clear()
+        self._names.clear()
         self._departed.clear()
         self._orphans.clear()
+        self._was_cleared = True
+        self._changed = {}
+
+    def _tell(self) -> None:
+        if self.on_change is not None and (self._was_cleared or self._changed):
+            change = FeedChange(self._was_cleared, self._changed)
+            self._changed = {}
+            self._was_cleared = False
+            self.on_change(change)
 
     def _counts(self, group: int | None, kind: str | None) -> bool:
         """Say whether a group is full attention; removals and offloads name only the group."""
@@ -111,7 +167,8 @@ class WorkerFeed:
         if kind in _FULL_ATTENTION:
             self._other_groups.discard(group)
             return True
-        self._other_groups.add(group)
+        if len(self._other_groups) < _MAX_OTHER_GROUPS:
+            self._other_groups.add(group)
         return False
 
     def _store(self, event: BlockStored) -> list[Event]:
@@ -120,21 +177,46 @@ class WorkerFeed:
         if not event.token_ids:
             self._attach(event, tier)
             return []
-        size = self.block_size = event.block_size
-        if size != self._index.block_size or len(event.block_hashes) * size != len(event.token_ids):
-            # Never pair by position: a sliding group lists the last hashes for all tokens.
-            self.rejected += 1
+        if not self._fits(event):
             return []
-        identified = self._known_chain(event) or self._new_chain(event)
-        if identified is None:
+        known = self._known_chain(event)
+        hashes, parent = known or self._new_chain(event)
+        if parent is None:
             self.orphans += 1
             self.rejected += self._orphans.add(event)
             return []
-        hashes, parent = identified
-        self._learn(event.block_hashes, hashes)
+        if known is None and not self._names.add(event.block_hashes, hashes):
+            self.unnamed += len(hashes)
+            return []
         self._index.store(self._worker, hashes, parent, tier)
         self.stored += len(hashes)
+        if self.on_change is not None:
+            self._changed.update(zip(hashes, event.block_hashes, strict=True))
         return self._orphans.take(event.block_hashes)
+
+    def _fits(self, event: BlockStored) -> bool:
+        """Say whether the event's blocks are of the index's size, and count those that are not.
+
+        Hashes and tokens are never paired by position: a sliding group lists the last hashes for
+        all tokens.
+        """
+        size, number = event.block_size, len(event.block_hashes)
+        is_known = self.block_size == self._index.block_size
+        if not number or number * size != len(event.token_ids):
+            self.implausible += 1
+        elif size == self._index.block_size:
+            self.block_size = size
+            return True
+        elif is_known and size < self.block_size and number == 1:
+            self.partial += 1
+            return False
+        elif is_known:
+            self.implausible += 1
+        else:
+            # The largest so far: an unfinished block is smaller than a full one.
+            self.block_size = max(size, self.block_size)
+        self.rejected += 1
+        return False
 
     def _known_chain(self, event: BlockStored) -> tuple[list[BlockHash], BlockHash] | None:
         """Return hashes and parent of blocks that are all known: one more copy, or a lower tier.
@@ -144,109 +226,59 @@ class WorkerFeed:
         """
         hashes = []
         for engine_hash in event.block_hashes:
-            block = self._known.get(engine_hash)
+            block = self._names.get(engine_hash)
             if block is None:
                 return None
             hashes.append(block)
         parent = self._index.parent(self._worker, hashes[0])
         return (hashes, parent) if parent is not None else None
 
-    def _new_chain(self, event: BlockStored) -> tuple[list[BlockHash], BlockHash] | None:
-        """Hash an event's blocks; None if their parent is not known."""
-        if event.parent_block_hash is None:
-            parent, extras = self._start(event)
-        else:
-            known = self._known.get(event.parent_block_hash)
-            if known is None:
-                return None
-            parent, extras = known, _extras(event)
-        return _hash(event, extras, parent), parent
-
-    def _start(self, event: BlockStored) -> tuple[BlockHash, list[bytes]]:
-        """Return the root of a chain and the typed extras of its blocks, the salt taken out."""
-        salt = ""
-        rest = _without_adapter(event)
-        first = rest[0] if rest else []
-        for at, key in enumerate(first):
-            if isinstance(key, str):
-                salt = key
-                first = rest[0] = first[:at] + first[at + 1 :]
-                break
-        root = root_hash(self._model, adapter=_adapter(event), salt=salt)
-        return root, [_encode(keys) if keys else b"" for keys in rest]
+    def _new_chain(self, event: BlockStored) -> tuple[list[BlockHash], BlockHash | None]:
+        """Hash an event's blocks; no hashes and no parent if that is not known."""
+        parent = None
+        if event.parent_block_hash is not None:
+            parent = self._names.get(event.parent_block_hash)
+            if parent is None:
+                return [], None
+        return chain_of(event, self._model, parent)
 
     def _attach(self, event: BlockStored, tier: Tier) -> None:
         """Store copies that are announced without their tokens."""
         for engine_hash in event.block_hashes:
             if self._orphans.defer(engine_hash, event):
                 continue
-            block = self._known.get(engine_hash)
+            block = self._names.get(engine_hash)
             parent = self._index.parent(self._worker, block) if block else None
             if block is None or parent is None:
                 departed = self._departed.pop(engine_hash, None)
-                if departed is None:
+                if departed is None or not self._names.add([engine_hash], [departed[0]]):
                     self.rejected += 1
                     continue
                 block, parent = departed
-                self._learn([engine_hash], [block])
             self._index.store(self._worker, [block], parent, tier)
             self.stored += 1
+            if self.on_change is not None:
+                self._changed[block] = engine_hash
 
     def _remove(self, event: BlockRemoved) -> None:
         tier = _tier(event.medium)
         for engine_hash in event.block_hashes:
-            block = self._known.get(engine_hash)
+            block = self._names.get(engine_hash)
             if block is None:
                 self._orphans.defer(engine_hash, event)
                 continue
             parent = self._index.parent(self._worker, block)
-            self._index.remove(self._worker, [block], tier)
+            self._index.remove(self._worker, (block,), tier)
             self.removed += 1
+            if self.on_change is not None:
+                self._changed[block] = engine_hash
             if not self._index.holds(self._worker, block):
-                del self._known[engine_hash]
+                self._names.forget(engine_hash)
                 if parent is not None:
                     self._departed[engine_hash] = block, parent
                     if len(self._departed) > _MAX_DEPARTED_BLOCKS:
                         self._departed.popitem(last=False)
 
-    def _learn(self, engine_hashes: list[EngineHash], hashes: list[BlockHash]) -> None:
-        self._known.update(zip(engine_hashes, hashes, strict=True))
-        # An engine that stores without ever removing must not grow this without bound.
-        if len(self._known) > self._index.max_blocks:
-            for engine_hash in list(self._known)[: len(self._known) // 2]:
-                del self._known[engine_hash]
-
 
 def _tier(medium: str | None) -> Tier:
     return _TIER_OF_MEDIUM.get(medium.lower(), "remote") if medium else "gpu"
-
-
-def _adapter(event: BlockStored) -> str:
-    if event.lora_name:
-        return event.lora_name
-    # Engines that tell only a number: no request of ours has such a name, so nothing matches,
-    # and above all the base model's prompts do not.
-    return "" if event.lora_id is None else f"lora_id:{event.lora_id}"
-
-
-def _without_adapter(event: BlockStored) -> list[list[object]]:
-    """Return each block's extra keys without the adapter's name, which leads them."""
-    keys = [list(block_keys or ()) for block_keys in event.extra_keys or ()]
-    if event.lora_name:
-        keys = [block[1:] if block[:1] == [event.lora_name] else block for block in keys]
-    return keys
-
-
-def _extras(event: BlockStored) -> list[bytes]:
-    return [_encode(keys) if keys else b"" for keys in _without_adapter(event)]
-
-
-def _hash(event: BlockStored, extras: list[bytes], parent: BlockHash) -> list[BlockHash]:
-    if not any(extras):
-        return hash_blocks(event.token_ids, event.block_size, parent)
-    hashes = []
-    for at in range(len(event.block_hashes)):
-        ids = event.token_ids[at * event.block_size : (at + 1) * event.block_size]
-        parent = hash_block(ids, parent, extras[at] if at < len(extras) else b"")
-        hashes.append(parent)
-    return hashes

@@ -48,11 +48,13 @@ class EventSubscriber:
         on_batch: Called with (sequence, batch) from the event loop.
         on_clear: Called with a reason when what was delivered so far no longer holds.
         topic: Prefix of the topics to take.
+        first_sequence: Batch to go on with, where those before it are known already.
+        last_digest: Digest of the batch before that one; if the publisher has another one there,
+            or none any more, everything is cleared and taken from the start.
         clock: Monotonic seconds.
         context: Shared ZMQ context; without one the subscriber has its own and ends it.
 
     Attributes:
-        last_sequence: Sequence of the last batch, None before the first.
         last_event_s: When it came, on ``clock``; None before the first.
         gaps: Times that batches were missing.
         decode_errors: Messages that were no batch.
@@ -66,6 +68,8 @@ class EventSubscriber:
         on_batch: Callable[[int, EventBatch], None],
         on_clear: Callable[[str], None],
         topic: str = "",
+        first_sequence: int = 0,
+        last_digest: int = 0,
         clock: Callable[[], float] = time.monotonic,
         context: zmq.asyncio.Context | None = None,
     ) -> None:
@@ -79,8 +83,8 @@ class EventSubscriber:
         self._topic = topic
         self._clock = clock
         self._context = context
-        self._next = 0
-        self._last_digest = 0
+        self._next = first_sequence
+        self._last_digest = last_digest
         # Sequence -> payload digest of what came by replay and may still come live.
         self._replayed: dict[int, int] = {}
         self._check = asyncio.Event()
@@ -90,6 +94,11 @@ class EventSubscriber:
     def last_sequence(self) -> int | None:
         """Sequence of the last batch, None before the first."""
         return self._next - 1 if self._next else None
+
+    @property
+    def last_digest(self) -> int:
+        """Digest of the payload of the last batch; with its sequence, where to go on."""
+        return self._last_digest
 
     def restart(self) -> None:
         """Begin a new epoch: clear, then replay from 0. From the event loop only."""

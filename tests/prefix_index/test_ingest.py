@@ -22,6 +22,8 @@ from prefix_index import (
 from prefix_index.blocks import hash_block
 from prefix_index.events import EngineHash, Event
 from prefix_index.index import Tier
+from prefix_index.ingest import FeedChange
+from prefix_index.names import NAME_BYTES, NameBudget
 
 B = 4
 TOKENS = list(range(100, 100 + 8 * B))
@@ -310,4 +312,77 @@ def test_an_engine_that_never_removes_does_not_grow_the_feed_without_bound() -> 
         feed.apply(EventBatch(1.0, [BlockStored([name], None, [name] * B, B)]))
 
     assert index.num_blocks == 100
-    assert len(feed._known) <= 100
+    assert feed.num_names <= 125
+    # The view goes on with what is new, since names of what it gave up make room.
+    assert index.holds("w", hash_blocks([999] * B, B, root_hash("m"))[0])
+    assert feed.unnamed == 0
+
+
+def test_beyond_the_budget_of_names_new_blocks_are_refused_until_old_ones_leave() -> None:
+    index = Index(B)
+    budget = NameBudget(3 * NAME_BYTES)
+    feed = WorkerFeed(index, "w", "m", budget=budget)
+    other = WorkerFeed(index, "v", "m", budget=budget)
+    feed.apply(EventBatch(1.0, [stored(0, 2)]))
+    other.apply(EventBatch(1.0, [stored(0, 2)]))
+
+    assert (feed.unnamed, other.unnamed) == (0, 2)
+    assert index.match(OURS) == {"w": Hit(gpu=2 * B)}
+
+    # One more copy needs no new name.
+    feed.apply(EventBatch(1.0, [stored(0, 2)]))
+    assert feed.stored == 4
+
+    feed.apply(EventBatch(1.0, [removed(2, 1), removed(2, 1)]))
+    other.apply(EventBatch(1.0, [stored(0, 2)]))
+
+    assert index.match(OURS) == {"v": Hit(gpu=2 * B)}
+
+    other.clear()
+    assert budget.used_bytes == 0
+    assert not budget.sweep(10)
+
+
+def test_the_names_of_a_cleared_worker_are_freed_in_slices() -> None:
+    budget = NameBudget(100 * NAME_BYTES)
+    feed = WorkerFeed(Index(B), "w", "m", budget=budget)
+    feed.apply(EventBatch(1.0, [stored(0, 8)]))
+    feed.clear()
+
+    assert feed.num_names == 0
+    assert budget.sweep(5)
+    assert not budget.sweep(5)
+
+
+def test_changes_are_told_once_a_batch_with_the_names_of_their_blocks() -> None:
+    index = Index(B)
+    feed = WorkerFeed(index, "w", "m")
+    changes: list[FeedChange] = []
+    feed.on_change = changes.append
+    feed.apply(EventBatch(1.0, [stored(0, 3), removed(3)]))
+
+    assert changes == [FeedChange(False, {OURS[0]: 1, OURS[1]: 2, OURS[2]: 3})]
+    assert [index.holds("w", block) for block in changes[0].blocks] == [True, True, False]
+
+    feed.apply(EventBatch(1.0, [stored(0, 1, token_ids=[], block_size=0, medium="CPU")]))
+    feed.apply(EventBatch(1.0, [removed(77)]))
+    assert changes[1:] == [FeedChange(False, {OURS[0]: 1})]
+
+    feed.apply(EventBatch(1.0, [stored(2, 3), AllBlocksCleared(), stored(0, 1)]))
+    feed.clear()
+    assert changes[2:] == [FeedChange(True, {OURS[0]: 1}), FeedChange(True, {})]
+
+
+def test_an_adopted_name_continues_and_removes_like_one_that_was_announced() -> None:
+    index = Index(B)
+    index.store("w", OURS[:2], root_hash("m"))
+    feed = WorkerFeed(index, "w", "m")
+    for name, block in zip((1, 2), OURS, strict=False):
+        assert feed.adopt(name, block)
+    feed.apply(EventBatch(1.0, [stored(2, 3)]))
+
+    assert index.match(OURS) == {"w": Hit(gpu=3 * B)}
+
+    feed.apply(EventBatch(1.0, [removed(3, 2)]))
+
+    assert index.match(OURS) == {"w": Hit(gpu=B)}

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -44,12 +45,17 @@ def chain(num_blocks: int) -> list[bytes]:
 class Follower:
     """A subscriber with a feed, and a log of what it was told."""
 
-    def __init__(self, endpoint: str, replay_endpoint: str | None) -> None:
+    def __init__(self, endpoint: str, replay_endpoint: str | None, **more: Any) -> None:
         self.index = Index(B)
         self.feed = WorkerFeed(self.index, "w", "m")
         self.log: list[int | str] = []
         self.subscriber = EventSubscriber(
-            endpoint, replay_endpoint, on_batch=self._batch, on_clear=self._clear, topic="kv@"
+            endpoint,
+            replay_endpoint,
+            on_batch=self._batch,
+            on_clear=self._clear,
+            topic="kv@",
+            **more,
         )
 
     @property
@@ -76,8 +82,10 @@ class Follower:
 
 
 @asynccontextmanager
-async def following(publisher: Publisher, replay: bool = True) -> AsyncIterator[Follower]:
-    follower = Follower(publisher.endpoint, publisher.replay_endpoint if replay else None)
+async def following(
+    publisher: Publisher, replay: bool = True, **more: Any
+) -> AsyncIterator[Follower]:
+    follower = Follower(publisher.endpoint, publisher.replay_endpoint if replay else None, **more)
     task = asyncio.create_task(follower.subscriber.run())
     try:
         yield follower
@@ -306,6 +314,49 @@ async def test_a_new_epoch_declared_during_a_replay_replaces_it() -> None:
             await follower.reaches(lambda: follower.hit() == 3)
 
             assert follower.log == [0, 1, 2, "new epoch", 0, 1, 2]
+
+
+async def a_known_beginning(publisher: Publisher) -> dict[str, int]:
+    """Let somebody follow three batches; return where he stopped."""
+    for block in range(3):
+        await publisher.publish(batch(block), live=False)
+    async with following(publisher) as first:
+        await first.reaches(lambda: first.hit() == 3)
+        assert first.subscriber.last_sequence == 2
+        return {"first_sequence": 3, "last_digest": first.subscriber.last_digest}
+
+
+async def test_who_knows_the_beginning_goes_on_behind_it() -> None:
+    async with Publisher(*ports()) as publisher:
+        known = await a_known_beginning(publisher)
+        await publisher.publish(batch(3), live=False)
+        async with following(publisher, **known) as second:
+            await second.reaches(lambda: second.log == [3])
+            await publisher.publish(batch(4))
+            await second.reaches(lambda: second.log == [3, 4])
+
+
+async def test_who_knows_another_beginning_clears_and_starts_over() -> None:
+    async with Publisher(*ports()) as publisher:
+        known = await a_known_beginning(publisher)
+        async with following(publisher, **{**known, "last_digest": 1}) as second:
+            await second.reaches(lambda: second.hit() == 3)
+
+            assert len(second.clears) == 1
+            assert second.sequences == [0, 1, 2]
+
+
+async def test_who_knows_a_beginning_that_is_out_of_the_buffer_clears_and_takes_the_rest() -> None:
+    async with Publisher(*ports()) as publisher:
+        known = await a_known_beginning(publisher)
+        del publisher.buffer[:]
+        publisher.sequence = 7
+        await publisher.publish(batch(0), live=False)
+        async with following(publisher, **known) as second:
+            await second.reaches(lambda: second.hit() == 1)
+
+            assert second.clears
+            assert second.sequences == [7]
 
 
 GARBAGE = {
