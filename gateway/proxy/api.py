@@ -15,7 +15,7 @@ from gateway.errors import GatewayError, InvalidRequest, PoolUnavailable, Shutti
 from gateway.proxy.body import Surface, parse_body
 from gateway.proxy.delivery import own_lines
 from gateway.proxy.forward import Proxy
-from gateway.proxy.headers import request_id_from
+from gateway.proxy.headers import TrustedPeers, request_id_from
 from gateway.proxy.responses import AiohttpExchange, json_response
 from gateway.routing.dispatch import Inbound, Outcome
 from gateway.telemetry.record import RequestRecord
@@ -51,6 +51,9 @@ class Api:
         lifecycle: Of this process.
         clock: Monotonic seconds, the dispatcher's.
         rewriters: Pool name -> its canonicalisation.
+
+    Attributes:
+        trusted_peers: Whose tenant headers count; nobody's until it is set.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Api:
         self._limits = limits
         self._lifecycle = lifecycle
         self._clock = clock
+        self.trusted_peers = TrustedPeers()
         self._proxy = Proxy(dispatcher, limits, lifecycle, clock, rewriters)
 
     def add_routes(self, app: web.Application) -> None:
@@ -85,12 +89,15 @@ class Api:
         return exchange.response()
 
     async def models(self, request: web.Request) -> web.Response:
-        """``GET /v1/models``: names and aliases of all pools, each once."""
-        pools = self._dispatcher.pools.values()
-        names = dict.fromkeys(name for pool in pools for name in (*pool.models, *pool.aliases))
-        data = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "warmlane"} for name in names
-        ]
+        """``GET /v1/models``: models, aliases and adapters of all pools, each once."""
+        names: dict[str, str | None] = {}
+        for pool in self._dispatcher.pools.values():
+            for name in (*pool.models, *pool.aliases):
+                names.setdefault(name, None)
+        for pool in self._dispatcher.pools.values():
+            for name in sorted(pool.adapters_served()):
+                names.setdefault(name, pool.models[0])
+        data = [_card(name, parent) for name, parent in names.items()]
         return _json(request, {"object": "list", "data": data})
 
     async def live(self, request: web.Request) -> web.Response:
@@ -149,8 +156,24 @@ class Api:
         document = parse_body(body, surface)
         model = record.model = document["model"]
         record.stream = document.get("stream") is True
-        inbound = Inbound(surface, document, exchange.headers, model, request_id=record.request_id)
+        if self.trusted_peers and (transport := exchange.transport) is not None:
+            peer = transport.get_extra_info("peername")
+            record.tenant = self.trusted_peers.tenant(exchange.headers, peer)
+        inbound = Inbound(
+            surface, document, exchange.headers, model, record.tenant, record.request_id
+        )
         await self._proxy.forward(exchange, inbound, body, record, started_s)
+
+
+def _card(name: str, parent: str | None) -> dict[str, object]:
+    """Describe a model as OpenAI does; an adapter as vLLM does, with what it adapts."""
+    card: dict[str, object] = {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "warmlane",
+    }
+    return card if parent is None else card | {"parent": parent}
 
 
 async def _no_answer(request: web.Request) -> None:

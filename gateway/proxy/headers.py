@@ -6,7 +6,9 @@ Source: RFC 9110, 7.6.1 (hop-by-hop fields and those that ``connection`` names).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from ipaddress import IPv6Address, ip_address, ip_network
 
 from gateway.errors import HeadTooLarge
 
@@ -16,10 +18,11 @@ _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer"
     b" transfer-encoding upgrade".split()
 )
-# Set anew towards the worker; or answered here (expect); or a switch of the gateway's own.
+# Set anew towards the worker; or answered here (expect); or a switch of the gateway's own; or the
+# gateway's own choice (the rank of a worker).
 _NOT_FORWARDED = _HOP_BY_HOP | frozenset(
     b"host content-length expect accept-encoding content-encoding x-request-id"
-    b" x-warmlane-explain".split()
+    b" x-warmlane-explain x-data-parallel-rank".split()
 )
 # Framing and request id are this side's.
 _NOT_RETURNED = _HOP_BY_HOP | frozenset((b"content-length", b"x-request-id"))
@@ -49,6 +52,47 @@ class _Prefixes(dict[bytes, bytes]):
 
 _forwarded = _Prefixes(_NOT_FORWARDED)
 _returned = _Prefixes(_NOT_RETURNED)
+
+
+class TrustedPeers:
+    """Whose identity headers count: proxies that have checked who sends.
+
+    Args:
+        networks: Addresses and networks, as configured; none trusts nobody.
+
+    Raises:
+        ValueError: If one of them is neither.
+    """
+
+    def __init__(self, networks: Iterable[str] = ()) -> None:
+        self._networks = tuple(ip_network(network) for network in networks)
+        # Peers are few; reading an address costs 5 us.
+        self._trusts = lru_cache(maxsize=1024)(self._is_in)
+
+    def __bool__(self) -> bool:
+        return bool(self._networks)
+
+    def tenant(self, headers: Mapping[str, str], peer: object) -> str:
+        """Return the tenant that a request names, if its peer may name one; else empty.
+
+        Args:
+            headers: The request's, by lower-case name.
+            peer: The connection's ``peername``: (host, port, ...), or None once it is lost.
+        """
+        if not isinstance(peer, tuple):
+            return ""
+        tenant = headers.get("x-tenant-id", "").strip()
+        return tenant if tenant and self._trusts(str(peer[0])) else ""
+
+    def _is_in(self, host: str) -> bool:
+        try:
+            # A link-local address comes with its zone.
+            address = ip_address(host.partition("%")[0])
+        except ValueError:
+            return False
+        if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        return any(address in network for network in self._networks)
 
 
 def request_id_from(given: str | None) -> str:

@@ -1,8 +1,9 @@
 """The one door between the data plane and routing; it knows nothing of HTTP.
 
-``plan`` reads a request's prompt, ``choose`` compares the workers as they are at that moment,
-``admit`` charges the chosen one. Between ``choose`` and ``admit`` nothing may be awaited, or two
-requests would see the same idle worker.
+``target`` finds the pool, ``plan`` reads a request's prompt, ``choose`` compares the workers as
+they are at that moment, ``admit`` charges the chosen one, ``wait`` does both once a worker is free.
+Between ``choose`` and ``admit`` nothing may be awaited, or two requests would see the same idle
+worker.
 """
 
 from __future__ import annotations
@@ -14,37 +15,59 @@ from typing import TYPE_CHECKING
 from gateway.routing.candidates import route_input
 from gateway.routing.choose import Decision, choose
 from gateway.routing.explain import explain_json
+from gateway.routing.gate import Gate, GateFull, GateTimeout, Standing
 from gateway.routing.plan import Inbound, Plan
 from gateway.routing.reading import MAX_INLINE_CHARS, Reading
+from gateway.routing.rollout import RollOut
+from gateway.routing.routes import Routes, Target
 from gateway.routing.ticket import Outcome, Ticket, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from gateway.routing.pool import Pool
+    from gateway.routing.gate import CallLater
+    from gateway.routing.pool import Pool, Worker
 
 __all__ = [
     "MAX_INLINE_CHARS",
     "Decision",
     "Dispatcher",
+    "GateFull",
+    "GateTimeout",
     "Inbound",
     "Outcome",
     "Plan",
+    "Standing",
+    "Target",
     "Ticket",
     "Usage",
     "explain_json",
 ]
+
+# Queue above which a worker has enough to do: the default of ``routing.max_wait_s``.
+MAX_WAIT_S = 2.0
 
 
 class Dispatcher:
     """Routes requests to the workers of its pools; one event loop only.
 
     Args:
-        pools: The pools; their model names and aliases must differ.
+        pools: The pools.
         clock: Monotonic seconds.
         seed: Start of the tie rotation; None = 0.
         on_finish: Told of every attempt once it is over and learned from, with its plan; called
             on the request's path, so it must be quick and must not raise.
+        routes: Finds a request's pool; None = by its model only.
+        rollout: How much of the traffic goes by the rule; None = all of it.
+        max_wait_s: Queue above which a worker has enough to do.
+        standings: Tenant -> its rights while requests wait; others have the usual ones.
+        call_later: Timers of those who wait; None = the running loop's.
+
+    Attributes:
+        pools: Name -> pool.
+        routes: As given.
+        rollout: As given; its mode and share may be changed at any time.
+        gate: Those who wait.
     """
 
     def __init__(
@@ -54,9 +77,23 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
         on_finish: Callable[[Plan, Ticket], None] | None = None,
+        routes: Routes | None = None,
+        rollout: RollOut | None = None,
+        max_wait_s: float = MAX_WAIT_S,
+        standings: Mapping[str, Standing] | None = None,
+        call_later: CallLater | None = None,
     ) -> None:
         self.pools = {pool.name: pool for pool in pools}
-        self._by_model = {m: pool for pool in pools for m in (*pool.models, *pool.aliases)}
+        self.routes = routes or Routes(pools)
+        self.rollout = rollout or RollOut()
+        self.gate = Gate(
+            self.choose,
+            self.admit,
+            clock=clock,
+            max_wait_s=max_wait_s,
+            standings=standings,
+            call_later=call_later,
+        )
         self._clock = clock
         self._on_finish = on_finish
         self._reading = Reading(clock)
@@ -64,8 +101,23 @@ class Dispatcher:
         self._rotation = Random(seed).randrange(1 << 16)
 
     def pool_for(self, model: str) -> Pool | None:
-        """Return the pool that serves a model name or alias."""
-        return self._by_model.get(model)
+        """Return the pool of a model, alias or adapter when nothing else is known of a request."""
+        return self.routes.default(model)
+
+    def target(self, inbound: Inbound) -> Target | None:
+        """Return where a request goes before its prompt is read; None if nobody has its model."""
+        return self.routes.target(inbound)
+
+    def redirected(self, plan: Plan, target: Target) -> Target:
+        """Return where a request goes once its prompt was read in ``target``'s pool.
+
+        If that is another pool, the request must be planned again there. The plan is told its
+        route.
+        """
+        if target.by_class:
+            target = self.routes.by_class(plan, target)
+        plan.route = target.route
+        return target
 
     async def plan(self, pool: Pool, inbound: Inbound, *, in_full: bool = False) -> Plan:
         """Read a request's prompt; never fails because of the prompt.
@@ -89,7 +141,22 @@ class Dispatcher:
         """
         request = route_input(plan, self._clock(), exclude)
         self._rotation += 1
-        return choose(request, rotation=self._rotation)
+        if self.rollout.is_complete:
+            return choose(request, rotation=self._rotation)
+        return self.rollout.choose(plan, request, self._rotation)
+
+    def is_open(self, plan: Plan, decision: Decision) -> bool:
+        """Whether the chosen worker may be charged now; else ``wait`` is due."""
+        return self.gate.is_open(plan, decision)
+
+    async def wait(self, plan: Plan, decision: Decision) -> Ticket | None:
+        """Wait until a worker is free and return the ticket; None if none is left for the request.
+
+        Raises:
+            GateFull: If as many wait as may.
+            GateTimeout: If none got free in time.
+        """
+        return await self.gate.wait(plan, decision)
 
     def admit(self, plan: Plan, decision: Decision) -> Ticket:
         """Charge the chosen worker; call it before anything is awaited after ``choose``.
@@ -100,10 +167,33 @@ class Dispatcher:
         if decision.worker is None:
             raise LookupError("nobody was chosen: there is no eligible worker")
         plan.attempts += 1
-        return Ticket(
-            plan,
-            plan.pool.workers[decision.worker],
-            decision,
-            self._clock,
-            self._on_finish,
-        )
+        if plan.attempts == 1:
+            self.rollout.count(plan, decision)
+        worker = plan.pool.workers[decision.worker]
+        return _Ticket(plan, worker, decision, self._clock, self._on_finish, self.gate)
+
+
+class _Ticket(Ticket):
+    """A ticket that tells those who wait when its worker may have got free."""
+
+    __slots__ = ("_gate",)
+
+    def __init__(
+        self,
+        plan: Plan,
+        worker: Worker,
+        decision: Decision,
+        clock: Callable[[], float],
+        on_finish: Callable[[Plan, Ticket], None] | None,
+        gate: Gate,
+    ) -> None:
+        self._gate = gate
+        super().__init__(plan, worker, decision, clock, on_finish)
+
+    def first_token(self) -> None:
+        super().first_token()
+        self._gate.changed(self._plan.pool)
+
+    def finish(self, outcome: Outcome, usage: Usage | None = None) -> None:
+        super().finish(outcome, usage)
+        self._gate.changed(self._plan.pool)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from gateway.routing.affinity import AffinityKey
     from gateway.routing.pool import Pool
+    from gateway.routing.rollout import Rule
+    from gateway.routing.routes import Route
     from prefix_index.blocks import BlockHash
     from prefix_index.draft import Prompt
 
@@ -53,6 +55,11 @@ class Plan:
         text_chain: Chained hashes of the text of a prompt with much unknown text.
         is_behind: Whether the tokens are still on their way.
         attempts: How often it was admitted to a worker.
+        adapter: LoRA adapter it runs on; empty = the base model.
+        route: Configured route that sent it to this pool; None = none did.
+        rule: What the routing rule would have done, where it was served by least load instead.
+        queued: Whether it had to wait in the gateway for a worker.
+        queued_s: How long it did.
     """
 
     pool: Pool
@@ -64,6 +71,11 @@ class Plan:
     text_chain: Sequence[bytes] = ()
     is_behind: bool = False
     attempts: int = 0
+    adapter: str = ""
+    route: Route | None = None
+    rule: Rule | None = None
+    queued: bool = False
+    queued_s: float = 0.0
     _key: AffinityKey | None = field(default=None, repr=False)
     _on_settled: list[Callable[[], None]] | None = field(default=None, repr=False)
 

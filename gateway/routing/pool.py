@@ -108,6 +108,14 @@ class Worker:
         return self.num_diverged >= MAX_DIVERGED
 
 
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Retries before the first byte: share of recent requests, and tries per request."""
+
+    budget: float
+    attempts: int
+
+
 class Pool:
     """The workers of one set of models.
 
@@ -128,6 +136,13 @@ class Pool:
 
     Attributes:
         others: What other gateways have in flight on its workers; None = there are none.
+        adapters: LoRA adapters that a worker of it serves, or once did.
+        weight: Share of its models' traffic among the pools with a weight; None = it takes all that
+            nobody else is named for.
+        fallback: Pool that takes its requests while it has no worker for them.
+        max_queue: Requests that may wait for a worker in the gateway.
+        deadline_s: How long one may wait.
+        retry: Its own retries; None = the process's.
     """
 
     def __init__(
@@ -155,6 +170,12 @@ class Pool:
         self.is_strict = is_strict
         self.peer_pull = peer_pull
         self.others: OthersLoad | None = None
+        self.adapters: set[str] = set()
+        self.weight: int | None = None
+        self.fallback: Pool | None = None
+        self.max_queue = 1000
+        self.deadline_s = 30.0
+        self.retry: Retry | None = None
         self.workers: dict[str, Worker] = {}
         self.ring = Ring()
         self.pending = Pending()
@@ -184,6 +205,20 @@ class Pool:
         price list's tokens). Its hits are found by what we routed there, in our own tokens.
         """
         return self.engine != "openai"
+
+    def serves(self, name: str) -> bool:
+        """Whether clients may ask this pool for a model, alias or adapter of that name."""
+        return name in self.models or name in self.aliases or name in self.adapters
+
+    def adapter_of(self, name: str) -> str:
+        """Return the adapter that a name stands for; empty for models and aliases."""
+        if name not in self.adapters or name in self.models or name in self.aliases:
+            return ""
+        return name
+
+    def adapters_served(self) -> set[str]:
+        """Return the adapters that a worker has now."""
+        return {name for worker in self.workers.values() for name in worker.adapters}
 
     @property
     def block_size(self) -> int:

@@ -70,12 +70,12 @@ class Reading:
             in_full: Wait for all tokens, however long that takes.
         """
         reader = pool.reader
+        plan = Plan(pool, inbound, 0, adapter=pool.adapter_of(inbound.model))
         if reader is None:
-            return Plan(pool, inbound, estimate_tokens(inbound.body), unread="no_tokenizer")
+            return _unread(plan, "no_tokenizer")
         try:
-            draft = _draft(reader, inbound)
+            draft = _draft(reader, inbound, plan.adapter)
             unknown_chars = draft.unknown_chars
-            plan = Plan(pool, inbound, 0)
             known_chars = draft.known_tokens * pool.chars_per_token
             limit = MAX_TAIL_CHARS if known_chars >= unknown_chars else MAX_INLINE_CHARS
             if unknown_chars <= limit:
@@ -86,7 +86,7 @@ class Reading:
             # Never the request's end: counted, told in the plan, and routed by its text.
             reason = type(error).__name__
             pool.unread_prompts[reason] += 1
-            return Plan(pool, inbound, estimate_tokens(inbound.body), unread=reason)
+            return _unread(plan, reason)
         return plan
 
     async def _read_behind(
@@ -139,17 +139,24 @@ async def _settled(plan: Plan) -> None:
     await settled.wait()
 
 
-def _draft(reader: PromptReader, inbound: Inbound) -> Draft:
+def _unread(plan: Plan, reason: str) -> Plan:
+    """Return the plan of a prompt that cannot be read."""
+    inbound = plan.inbound
+    tokens = estimate_tokens(inbound.body)
+    return Plan(plan.pool, inbound, tokens, unread=reason, adapter=plan.adapter)
+
+
+def _draft(reader: PromptReader, inbound: Inbound, adapter: str) -> Draft:
     body = inbound.body
     # What is hashed is what is forwarded: the engine separates prompts by this salt.
     salt = body.get("cache_salt")
     salt = salt if isinstance(salt, str) else ""
     if inbound.surface == "chat":
-        return reader.chat(body, salt=salt)
+        return reader.chat(body, adapter=adapter, salt=salt)
     prompt = body.get("prompt")
     if not isinstance(prompt, str | list):
         raise TypeError(f"prompt: expected text or token ids, got {type(prompt).__name__}")
-    return reader.completion(prompt, salt=salt)
+    return reader.completion(prompt, adapter=adapter, salt=salt)
 
 
 def _patience_s(pool: Pool, new_tokens: int, prompt_tokens: int) -> float:

@@ -1,0 +1,274 @@
+"""The attempts of one request at the workers, and where it goes when one fails.
+
+Nothing is retried once a byte of an answer has reached the client, and never after a deadline: a
+long prefill is not a dead worker. Every attempt's ticket is finished, whatever happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from gateway.errors import (
+    ConnectFailed,
+    FirstByteTimeout,
+    PoolUnavailable,
+    ResetBeforeFirstByte,
+    UpstreamError,
+    WorkerFailed,
+    WorkerTimeout,
+)
+from gateway.proxy.delivery import Delivery
+from gateway.proxy.outbound import outbound
+from gateway.routing.dispatch import GateFull, GateTimeout, Outcome
+
+if TYPE_CHECKING:
+    from gateway.front.exchange import Exchange
+    from gateway.proxy.forward import Proxy
+    from gateway.proxy.rewrite import Rewrite
+    from gateway.routing.dispatch import Decision, Inbound, Ticket
+    from gateway.telemetry.record import RequestRecord
+
+# RFC 6585, 4: more requests wait than may, or for longer than they should.
+STATUS_TOO_MANY = 429
+
+
+class Sending:
+    """The attempts of one request: as many as its pool allows, each on another worker.
+
+    Args:
+        proxy: Lends its dispatcher, limits, lifecycle and retry budgets.
+        exchange: The client's request, not answered yet.
+        form: Its plan, and the body in which that pool gets it.
+        headers: Header lines for the worker.
+        raw: The body as the client sent it, for a fallback pool that may get another form.
+        inbound: The request as the client sent it.
+        record: Filled in as things happen.
+        started_s: When the request came.
+    """
+
+    __slots__ = (
+        *("_body", "_budget", "_exchange", "_failed", "_headers", "_inbound", "_is_spent"),
+        *("_max_attempts", "_plan", "_proxy", "_raw", "_record", "_started_s"),
+    )
+
+    def __init__(
+        self,
+        proxy: Proxy,
+        exchange: Exchange,
+        form: Rewrite,
+        headers: bytes,
+        raw: bytes,
+        inbound: Inbound,
+        record: RequestRecord,
+        started_s: float,
+    ) -> None:
+        self._proxy = proxy
+        self._exchange = exchange
+        self._headers = headers
+        self._raw = raw
+        self._inbound = inbound
+        self._record = record
+        self._started_s = started_s
+        self._failed: list[str] = []
+        self._is_spent = False
+        self._take(form)
+        pool = form.plan.pool
+        self._budget = proxy.budget(pool)
+        self._budget.deposit()
+        self._max_attempts = (pool.retry or proxy.limits).attempts
+
+    def _take(self, form: Rewrite) -> None:
+        """Send it in this form from here on."""
+        self._plan, self._body = form.plan, form.raw
+        self._record.pool = form.plan.pool.name
+        self._record.canonicalized = ",".join(form.rules)
+
+    async def run(self, decision: Decision) -> None:
+        """Try the chosen worker, then others while that is allowed. Called once.
+
+        Raises:
+            GatewayError: If no answer of a worker can be given to the client.
+        """
+        dispatcher = self._proxy.dispatcher
+        if _is_last_resort(decision) and self._plan.pool.fallback is not None:
+            decision = await self._fall_back(decision)
+        ticket: Ticket | None = None
+        # A retry goes at once: its client has waited already.
+        if decision.worker is not None and not dispatcher.is_open(self._plan, decision):
+            ticket = await self._wait(decision)
+            if ticket is None:
+                decision = await self._fall_back(dispatcher.choose(self._plan))
+        while True:
+            # Nothing may be awaited between the choice and this.
+            if ticket is None:
+                if decision.worker is None:
+                    raise PoolUnavailable(
+                        f"No worker of pool {self._plan.pool.name!r} takes requests right now."
+                    )
+                ticket = dispatcher.admit(self._plan, decision)
+            _note(self._record, ticket)
+            try:
+                other = await self._attempt(ticket)
+            except asyncio.CancelledError:
+                is_over = self._proxy.lifecycle.is_over
+                ticket.finish(Outcome.CANCELLED if is_over else Outcome.CLIENT_CLOSED)
+                raise
+            except ConnectionError:
+                ticket.finish(Outcome.CLIENT_CLOSED)
+                raise
+            finally:
+                _settle(self._record, ticket)
+            if other is None:
+                return
+            decision, ticket = other, None
+
+    async def _wait(self, decision: Decision) -> Ticket | None:
+        """Wait for a free worker; None when none is left.
+
+        Raises:
+            PoolUnavailable: If too many wait, or none got free in time.
+        """
+        plan = self._plan
+        try:
+            return await self._proxy.dispatcher.wait(plan, decision)
+        except GateFull as full:
+            message = (
+                f"All workers of pool {plan.pool.name!r} are busy and {full.num_waiting} requests "
+                "wait for them already."
+            )
+            raise _overloaded(message, "queue_full", full.retry_after_s) from full
+        except GateTimeout as late:
+            message = (
+                f"No worker of pool {plan.pool.name!r} became free within {late.waited_s:g} s."
+            )
+            raise _overloaded(message, "queue_timeout", late.retry_after_s) from late
+        finally:
+            self._record.queue_s += plan.queued_s
+
+    async def _fall_back(self, decision: Decision) -> Decision:
+        """Choose in the first fallback pool that has a worker; else stay with what there was."""
+        here = self._plan
+        pool = here.pool.fallback
+        # A client's request runs into each pool once: the configuration has no circles.
+        while pool is not None:
+            form = await self._proxy.plan(pool, self._inbound, self._raw)
+            form.plan.route = here.route
+            form.plan.attempts = here.attempts
+            other = self._proxy.dispatcher.choose(form.plan, self._failed)
+            if not _is_last_resort(other):
+                self._take(form)
+                return other
+            pool = pool.fallback
+        if here.pool.fallback is None:
+            return decision
+        # Time has passed meanwhile.
+        return self._proxy.dispatcher.choose(here, self._failed)
+
+    async def _attempt(self, ticket: Ticket) -> Decision | None:
+        """Ask one worker and deliver its answer, or return the decision for another attempt."""
+        upstream, limits = ticket.worker.upstream, self._proxy.limits
+        if upstream is None:
+            raise LookupError(f"worker {ticket.worker.id} has no connections")
+        headers, body = outbound(self._plan, ticket, self._headers, self._body)
+        try:
+            answer = await upstream.request(
+                "POST",
+                self._exchange.path,
+                headers,
+                body,
+                first_byte_s=limits.first_byte_s,
+                total_s=limits.request_s,
+            )
+        except (ConnectFailed, ResetBeforeFirstByte) as error:
+            is_connect = isinstance(error, ConnectFailed)
+            ticket.finish(Outcome.CONNECT_FAILED if is_connect else Outcome.UPSTREAM_RESET)
+            return await self._again(ticket, error)
+        except FirstByteTimeout as error:
+            ticket.finish(Outcome.FIRST_BYTE_TIMEOUT)
+            raise WorkerTimeout(
+                f"Worker {ticket.worker.id} did not begin to answer within "
+                f"{limits.first_byte_s:g} s.",
+                code="first_byte_timeout",
+                should_retry=False,
+            ) from error
+        except UpstreamError as error:
+            ticket.finish(Outcome.UPSTREAM_ERROR)
+            raise WorkerFailed(
+                f"Worker {ticket.worker.id} sent no valid answer: {error}.", code="bad_answer"
+            ) from error
+        try:
+            if answer.status == 503 and (other := await self._other(ticket)) is not None:
+                ticket.finish(Outcome.UPSTREAM_ERROR)
+                return other
+            await Delivery(
+                self._exchange, answer, ticket, self._record, self._proxy, self._started_s
+            ).run()
+            return None
+        finally:
+            answer.close()
+
+    async def _again(self, ticket: Ticket, error: UpstreamError) -> Decision:
+        """Choose where to try again after a failure before the first byte.
+
+        Raises:
+            WorkerFailed: If there is nowhere, or no retry is left.
+        """
+        other = await self._other(ticket)
+        if other is not None:
+            return other
+        raise WorkerFailed(
+            f"Worker {ticket.worker.id} could not be reached or broke off: {error}.",
+            code="worker_unreachable",
+            should_retry=False if self._is_spent else None,
+        ) from error
+
+    async def _other(self, ticket: Ticket) -> Decision | None:
+        """Choose another worker if there is one and a retry is left for it."""
+        self._failed.append(ticket.worker.id)
+        if self._record.attempts >= self._max_attempts:
+            self._is_spent = True
+            return None
+        decision = self._proxy.dispatcher.choose(self._plan, self._failed)
+        if _is_last_resort(decision) and self._plan.pool.fallback is not None:
+            decision = await self._fall_back(decision)
+        if decision.worker is None:
+            return None
+        if not self._budget.take():
+            self._is_spent = True
+            return None
+        return decision
+
+
+def _is_last_resort(decision: Decision) -> bool:
+    """Whether nobody could be chosen, or only a worker that should not be: the health's panic."""
+    if decision.worker is None:
+        return True
+    return decision.input.candidates[decision.position].why == "panic"
+
+
+def _overloaded(message: str, code: str, retry_after_s: float) -> PoolUnavailable:
+    """Return the error of a request that the gateway has no place for."""
+    error = PoolUnavailable(message, code=code, retry_after_s=max(1.0, retry_after_s))
+    error.status = STATUS_TOO_MANY
+    return error
+
+
+def _note(record: RequestRecord, ticket: Ticket) -> None:
+    """Write down a decision before it is acted on."""
+    decision = ticket.decision
+    record.attempts += 1
+    record.worker = ticket.worker.id
+    record.reason = decision.reason.value
+    record.prompt_tokens = decision.input.prompt_tokens
+    record.predicted_hit_tokens = ticket.predicted_hit_tokens
+    record.predicted_ttft_s = decision.ttft_s
+
+
+def _settle(record: RequestRecord, ticket: Ticket) -> None:
+    """Release the books if nothing else did, and write down how the attempt ended."""
+    # Only an exception that names no outcome gets here unfinished: cancellation, or a defect.
+    ticket.finish(Outcome.CANCELLED)
+    if ticket.outcome is not None:
+        record.outcome = ticket.outcome.value
+    record.observed_hit_tokens = ticket.observed_hit_tokens

@@ -1,0 +1,302 @@
+"""Requests wait here, in the gateway, while every worker that could take them has enough to do.
+
+An engine's queue is first come, first served; here priority, fairness between tenants and deadlines
+still count, and the choice is made with what is true when a worker gets free. Nobody waits while a
+worker that may be chosen is idle or has room, so nothing can wait for ever: whoever waits is woken
+by the first token or the end of a request that is in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gateway.routing.cost import MEMORY_FILL, OUTPUT_ALLOWANCE_TOKENS
+from gateway.routing.fair import FairQueue, Place, Standing
+from gateway.routing.outcome import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from gateway.routing.choose import Candidate, Decision
+    from gateway.routing.plan import Plan
+    from gateway.routing.pool import Pool
+    from gateway.routing.ticket import Ticket
+
+    CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
+
+__all__ = ["Gate", "GateFull", "GateTimeout", "Standing", "is_busy"]
+
+# Looked at, from the next one on, when a worker's books change: one that needs more memory than is
+# free, or an adapter that is busy, does not hold up those behind it.
+MAX_LOOKED_AT = 4
+# Share of its deadline after which nobody passes the next one any more.
+PATIENCE_SHARE = 0.5
+# Least time until a worker's queue is looked at again without any news of it: the period in which
+# other gateways tell their load.
+RECHECK_S = 0.05
+
+
+class GateFull(Exception):
+    """As many requests wait as may; ``retry_after_s`` is when a place may be free."""
+
+    def __init__(self, num_waiting: int, retry_after_s: float) -> None:
+        super().__init__(f"{num_waiting} requests wait already")
+        self.num_waiting = num_waiting
+        self.retry_after_s = retry_after_s
+
+
+class GateTimeout(Exception):
+    """No worker got free within the deadline."""
+
+    def __init__(self, waited_s: float, retry_after_s: float) -> None:
+        super().__init__(f"no worker got free within {waited_s:g} s")
+        self.waited_s = waited_s
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A request that waits; ``result`` gets its ticket, or None when no worker is left for it."""
+
+    plan: Plan
+    since_s: float
+    result: asyncio.Future[Ticket | None]
+    deadline: asyncio.TimerHandle | None = None
+
+
+class _Line:
+    """Those who wait for one pool."""
+
+    def __init__(self, pool: Pool, standings: Mapping[str, Standing]) -> None:
+        self.pool = pool
+        self.queue: FairQueue[_Waiting] = FairQueue(standings)
+        self.is_due = False
+        self.recheck: asyncio.TimerHandle | None = None
+        self.retry_after_s = 1.0
+
+
+class Gate:
+    """Waiting requests of all pools; one event loop only.
+
+    Args:
+        choose: Chooses a worker for a plan as things stand.
+        admit: Charges the chosen worker.
+        clock: Monotonic seconds.
+        max_wait_s: Queue (seconds of work) above which a worker has enough to do.
+        standings: Tenant -> its rights.
+        call_later: Calls something after some seconds; None = the running loop's.
+
+    Attributes:
+        num_waited: Pool name -> requests that had to wait.
+        num_full: Pool name -> requests refused because too many waited.
+        num_timeouts: Pool name -> requests whose deadline passed.
+        waited_s: Pool name -> seconds waited by all of them together.
+    """
+
+    def __init__(
+        self,
+        choose: Callable[[Plan], Decision],
+        admit: Callable[[Plan, Decision], Ticket],
+        *,
+        clock: Callable[[], float],
+        max_wait_s: float,
+        standings: Mapping[str, Standing] | None = None,
+        call_later: CallLater | None = None,
+    ) -> None:
+        self.max_wait_s = max_wait_s
+        self.num_waited: dict[str, int] = {}
+        self.num_full: dict[str, int] = {}
+        self.num_timeouts: dict[str, int] = {}
+        self.waited_s: dict[str, float] = {}
+        self._choose = choose
+        self._admit = admit
+        self._clock = clock
+        self._standings = standings or {}
+        self._call_later = call_later or _on_running_loop
+        # Only pools where somebody waits.
+        self._lines: dict[str, _Line] = {}
+
+    def is_open(self, plan: Plan, decision: Decision) -> bool:
+        """Whether a request may go to its worker now; nobody may pass those who wait already.
+
+        The gate belongs to the rule: what is routed by least load goes at once.
+        """
+        if decision.input.mode == "least_load":
+            return True
+        return plan.pool.name not in self._lines and not is_busy(decision, self.max_wait_s)
+
+    def num_waiting(self, pool: str) -> int:
+        """Return how many requests wait for a pool."""
+        line = self._lines.get(pool)
+        return 0 if line is None else len(line.queue)
+
+    async def wait(self, plan: Plan, decision: Decision) -> Ticket | None:
+        """Wait for a worker and return the request's ticket; None when none is left for it.
+
+        The ticket is there, and its worker charged, before anybody else is looked at.
+
+        Args:
+            plan: The request; told that it waited, and how long.
+            decision: What was chosen for it by now.
+
+        Raises:
+            GateFull: If as many wait as may.
+            GateTimeout: If none got free within the pool's deadline.
+        """
+        pool, now_s = plan.pool, self._clock()
+        line = self._lines.get(pool.name) or _Line(pool, self._standings)
+        line.retry_after_s = _excess_s(decision, self.max_wait_s)
+        if len(line.queue) >= pool.max_queue:
+            _count(self.num_full, pool)
+            raise GateFull(len(line.queue), line.retry_after_s)
+        self._lines[pool.name] = line
+        _count(self.num_waited, pool)
+        plan.queued = True
+        waiting = _Waiting(plan, now_s, asyncio.get_running_loop().create_future())
+        place = line.queue.add(waiting, plan.inbound.tenant, float(plan.num_tokens))
+        waiting.deadline = self._call_later(pool.deadline_s, lambda: self._time_out(line, place))
+        # Whoever comes while others wait may still be the one that a worker is free for.
+        self._look(line) if len(line.queue) > 1 else self._recheck(line, line.retry_after_s)
+        try:
+            return await waiting.result
+        except asyncio.CancelledError:
+            self._withdraw(line, place)
+            raise
+        finally:
+            waiting.deadline.cancel()
+            plan.queued_s = self._clock() - now_s
+            self.waited_s[pool.name] = self.waited_s.get(pool.name, 0.0) + plan.queued_s
+
+    def changed(self, pool: Pool) -> None:
+        """Look again at who waits for a pool, soon: a worker's books changed, or its health."""
+        line = self._lines.get(pool.name)
+        if line is not None:
+            self._look(line)
+
+    def _look(self, line: _Line) -> None:
+        if not line.is_due:
+            line.is_due = True
+            # Once for all changes of this turn of the loop.
+            self._call_later(0.0, lambda: self._serve(line))
+
+    def _serve(self, line: _Line) -> None:
+        """Admit all that a worker is free for."""
+        line.is_due = False
+        while self._serve_next(line):
+            pass
+        if not len(line.queue):
+            self._close(line)
+
+    def _serve_next(self, line: _Line) -> bool:
+        """Serve one; False if no worker is free for those who are next."""
+        first: Decision | None = None
+        now_s = self._clock()
+        for number, place in enumerate(line.queue.in_order()):
+            waiting = place.item
+            if waiting.result.done():  # its client has left, and will take it out
+                continue
+            plan = waiting.plan
+            decision = self._choose(plan)
+            if decision.worker is None:
+                line.queue.leave(place)
+                waiting.result.set_result(None)
+                return True
+            if not is_busy(decision, self.max_wait_s):
+                line.queue.serve(place)
+                waiting.result.set_result(self._admit(plan, decision))
+                return True
+            first = first or decision
+            is_impatient = now_s - waiting.since_s > PATIENCE_SHARE * plan.pool.deadline_s
+            if number + 1 >= MAX_LOOKED_AT or is_impatient:
+                break
+        if first is not None:
+            line.retry_after_s = _excess_s(first, self.max_wait_s)
+            self._recheck(line, line.retry_after_s)
+        return False
+
+    def _recheck(self, line: _Line, delay_s: float) -> None:
+        """Look again when the queues will have shrunk, or others will have told of theirs."""
+        if line.recheck is not None:
+            line.recheck.cancel()
+        if line.pool.others is not None:
+            delay_s = RECHECK_S
+        line.recheck = self._call_later(max(delay_s, RECHECK_S), lambda: self._serve(line))
+
+    def _time_out(self, line: _Line, place: Place[_Waiting]) -> None:
+        if not place.item.result.done() and line.queue.leave(place):
+            _count(self.num_timeouts, line.pool)
+            error = GateTimeout(line.pool.deadline_s, line.retry_after_s)
+            place.item.result.set_exception(error)
+            self._tidy(line)
+
+    def _withdraw(self, line: _Line, place: Place[_Waiting]) -> None:
+        """Take out one whose client left, even if it was admitted a moment ago."""
+        result = place.item.result
+        if not line.queue.leave(place) and result.done() and not result.cancelled():
+            ticket = None if result.exception() is not None else result.result()
+            if ticket is not None:
+                ticket.finish(Outcome.CANCELLED)
+        self._tidy(line)
+
+    def _tidy(self, line: _Line) -> None:
+        """Let those behind one that went come up; forget a line nobody stands in."""
+        if len(line.queue):
+            self._look(line)
+        else:
+            self._close(line)
+
+    def _close(self, line: _Line) -> None:
+        if line.recheck is not None:
+            line.recheck.cancel()
+            line.recheck = None
+        if self._lines.get(line.pool.name) is line:
+            del self._lines[line.pool.name]
+
+
+def is_busy(decision: Decision, max_wait_s: float) -> bool:
+    """Whether every worker that may be chosen has enough to do, and none of them is idle.
+
+    Args:
+        decision: With at least one that may be chosen. By least load nobody waits.
+        max_wait_s: Queue above which a worker has enough to do.
+    """
+    if decision.input.mode == "least_load":
+        return False
+    position = decision.position
+    candidates, estimates = decision.input.candidates, decision.candidates
+    # Nearly always the chosen one is free, and nothing else has to be looked at.
+    if not _has_enough(candidates[position], estimates[position].queue_s, max_wait_s):
+        return False
+    for c, e in zip(candidates, estimates, strict=True):
+        if c.eligible and not _has_enough(c, e.queue_s, max_wait_s):
+            return False
+    return True
+
+
+def _has_enough(c: Candidate, queue_s: float, max_wait_s: float) -> bool:
+    if not c.in_flight:
+        return False
+    if queue_s > max_wait_s:
+        return True
+    demand = c.active_tokens + c.new_tokens + OUTPUT_ALLOWANCE_TOKENS
+    return c.capacity_tokens > 0 and demand > MEMORY_FILL * c.capacity_tokens
+
+
+def _excess_s(decision: Decision, max_wait_s: float) -> float:
+    """Return in how many seconds the shortest queue will be short enough, as predicted."""
+    queues = [
+        e.queue_s
+        for c, e in zip(decision.input.candidates, decision.candidates, strict=True)
+        if c.eligible
+    ]
+    return max(0.0, min(queues, default=0.0) - max_wait_s)
+
+
+def _count(counts: dict[str, int], pool: Pool) -> None:
+    counts[pool.name] = counts.get(pool.name, 0) + 1
+
+
+def _on_running_loop(delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+    return asyncio.get_running_loop().call_later(delay_s, call)
