@@ -1,11 +1,12 @@
-"""KV-cache events as typed records: decoding what engines publish, encoding what ours does.
+"""KV-cache events: decoding every shape of a batch that versions of vLLM and SGLang published.
 
-One payload is one batch, ``[ts, [event, ...], data_parallel_rank]`` in msgpack. Events come as maps
-``{"type": "BlockStored", ...}`` with defaults left out (vLLM from 0.24, SGLang after #37482) or as
-arrays ``["BlockStored", ...]`` with fields only ever appended (before). Both live in mixed fleets.
-Unknown fields are ignored; anything else that does not fit raises ``EventDecodeError``.
+Events come as maps ``{"type": "BlockStored", ...}`` with defaults left out (vLLM from 0.24, SGLang
+after #37482) or as arrays ``["BlockStored", ...]`` with fields only ever appended (before). Both
+live in mixed fleets. Unknown fields are ignored. An event that does not fit is left out and
+counted, so that one kind of event from the future does not take the others with it.
 
-Source: vLLM 0.32 ``distributed/kv_events.py`` (captured), 0.14 to 0.24 field lists, SGLang 0.5.23.
+Source: vLLM 0.32 ``distributed/kv_events.py`` (captured), 0.14 to 0.24 field lists, SGLang 0.5.23
+``disaggregation/kv_events.py`` and ``mem_cache/events.py``.
 """
 
 from __future__ import annotations
@@ -15,94 +16,57 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from prefix_index.event_types import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockSize,
+    BlockStored,
+    EngineHash,
+    Event,
+    EventBatch,
+    EventDecodeError,
+    Extras,
+    TokenId,
+    WireHash,
+    encode_batch,
+)
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-EngineHash: TypeAlias = int | bytes
-"""An engine's own block hash, opaque: unsigned or signed 64-bit, or raw digest bytes."""
+__all__ = [
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "EngineHash",
+    "Event",
+    "EventBatch",
+    "EventDecodeError",
+    "decode_batch",
+    "encode_batch",
+]
 
-# What fits an array("I"), the form in which ids are hashed.
-_TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-_BlockSize: TypeAlias = Annotated[int, Meta(ge=0, le=2**31)]
-_Extras: TypeAlias = list[list[Any] | None]
+# One batch is one engine step: 128k tokens of prompts, announced for six KV groups, five bytes a
+# token, are 4 MB. Python objects of hostile ones take up to 64 times as much for a moment.
+MAX_PAYLOAD_BYTES: Final = 8 * 2**20
+# The same step may remove a block of 16 for each that it stores, one event each.
+_MAX_EVENTS: Final = 131_072
 
-
-class EventDecodeError(ValueError):
-    """A payload that is not a batch of KV-cache events."""
-
-
-def _absent() -> Any:
-    """Return None where a default must still be written: a factory is never left out."""
-
-
-class BlockStored(msgspec.Struct, tag=True, tag_field="type", omit_defaults=True, frozen=True):
-    """Blocks of one chain that became available, in prompt order.
-
-    Attributes:
-        block_hashes: One engine hash per block.
-        parent_block_hash: Block before the first one; None at the start of a prompt.
-        token_ids: Tokens of the blocks; empty where the engine only announces a tier.
-        block_size: Tokens per block; 0 together with empty ``token_ids``.
-        medium: Where the copy is (GPU, CPU, ...); None means GPU.
-        extra_keys: One list per block of what else went into its hash, or None; may be shorter.
-            A salt stands in the first block's, where vLLM puts it.
-        group_idx: KV cache group of a hybrid model.
-    """
-
-    # With one field more, msgspec writes a longer map header than vLLM does.
-
-    block_hashes: list[EngineHash]
-    parent_block_hash: EngineHash | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | str | None = msgspec.field(default_factory=_absent)
-    medium: str | None = msgspec.field(default_factory=_absent)
-    lora_name: str | None = msgspec.field(default_factory=_absent)
-    extra_keys: _Extras | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-    session_id: str | None = None
-
-
-class BlockRemoved(msgspec.Struct, tag=True, tag_field="type", omit_defaults=True, frozen=True):
-    """One copy of each of these blocks left its medium."""
-
-    block_hashes: list[EngineHash]
-    medium: str | None = msgspec.field(default_factory=_absent)
-    group_idx: int | None = None
-    locality: str | None = None
-    ownership: str | None = None
-
-
-class AllBlocksCleared(msgspec.Struct, tag=True, tag_field="type", frozen=True):
-    """The engine dropped its whole prefix cache."""
-
-
-Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
-
-
-class EventBatch(msgspec.Struct, array_like=True, frozen=True):
-    """Events of one engine step; ``ts`` is the engine's wall clock in seconds."""
-
-    ts: float
-    events: list[Event]
-    dp_rank: int | None = None
+_Events: TypeAlias = Annotated[list[msgspec.Raw], Meta(max_length=_MAX_EVENTS)]
+_KNOWN_TYPES: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 
 class _StoredMap(msgspec.Struct, tag="BlockStored", tag_field="type", frozen=True):
     """``BlockStored`` on the wire, where tokens may be pairs and SGLang names the salt."""
 
-    block_hashes: list[EngineHash]
+    block_hashes: list[WireHash]
     token_ids: msgspec.Raw
-    block_size: _BlockSize
-    parent_block_hash: EngineHash | None = None
+    block_size: BlockSize
+    parent_block_hash: WireHash | None = None
     lora_id: int | str | None = None
     medium: str | None = None
     lora_name: str | None = None
-    extra_keys: _Extras | None = None
+    extra_keys: Extras | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -116,18 +80,19 @@ class _StoredArray(msgspec.Struct, tag="BlockStored", array_like=True, frozen=Tr
     """``BlockStored`` by position.
 
     The two places after ``medium`` are ``lora_name, extra_keys`` in vLLM and
-    ``cache_salt, session_id`` in SGLang; a string in the second one tells them apart.
+    ``cache_salt, session_id`` in SGLang. vLLM names an adapter only where it numbers one, and
+    SGLang numbers none; and extra keys are no string.
     """
 
-    block_hashes: list[EngineHash]
-    parent_block_hash: EngineHash | None
+    block_hashes: list[WireHash]
+    parent_block_hash: WireHash | None
     token_ids: msgspec.Raw
-    block_size: _BlockSize
+    block_size: BlockSize
     lora_id: int | str | None = None
     medium: str | None = None
     lora_name: str | None = None
-    extra_keys: _Extras | str | None = None
-    group_idx: int | None = None
+    extra_keys: Extras | str | None = None
+    group_idx: int | str | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
@@ -136,7 +101,7 @@ class _StoredArray(msgspec.Struct, tag="BlockStored", array_like=True, frozen=Tr
 
 
 class _RemovedArray(msgspec.Struct, tag="BlockRemoved", array_like=True, frozen=True):
-    block_hashes: list[EngineHash]
+    block_hashes: list[WireHash]
     medium: str | None = None
     group_idx: int | None = None
     locality: str | None = None
@@ -149,55 +114,95 @@ class _ClearedArray(msgspec.Struct, tag="AllBlocksCleared", array_like=True, fro
 
 class _BatchArray(msgspec.Struct, array_like=True, frozen=True):
     ts: float
-    events: list[msgspec.Raw]
+    events: _Events
     data_parallel_rank: int | None = None
 
 
 class _BatchMap(msgspec.Struct, frozen=True):
     ts: float
-    events: list[msgspec.Raw]
+    events: _Events
     data_parallel_rank: int | None = None
+
+
+class _PlainBatch(msgspec.Struct, array_like=True, frozen=True):
+    """The shape that nearly all have: an array of maps without anything peculiar to SGLang."""
+
+    ts: float
+    events: Annotated[
+        list[BlockStored | BlockRemoved | AllBlocksCleared], Meta(max_length=_MAX_EVENTS)
+    ]
+    data_parallel_rank: int | None = None
+
+
+class _TypeArray(msgspec.Struct, array_like=True, frozen=True):
+    type: str
+
+
+class _TypeMap(msgspec.Struct, frozen=True):
+    type: str
 
 
 _WireEvent: TypeAlias = (
     _StoredMap | _StoredArray | _RemovedArray | _ClearedArray | BlockRemoved | AllBlocksCleared
 )
 
+_decode_plain: Final = msgspec.msgpack.Decoder(_PlainBatch).decode
 _decode_batch_array: Final = msgspec.msgpack.Decoder(_BatchArray).decode
 _decode_batch_map: Final = msgspec.msgpack.Decoder(_BatchMap).decode
+_decode_type_array: Final = msgspec.msgpack.Decoder(_TypeArray).decode
+_decode_type_map: Final = msgspec.msgpack.Decoder(_TypeMap).decode
 _decode_event_array: Final = msgspec.msgpack.Decoder(
     _StoredArray | _RemovedArray | _ClearedArray
 ).decode
 _decode_event_map: Final = msgspec.msgpack.Decoder(
     _StoredMap | BlockRemoved | AllBlocksCleared
 ).decode
-_decode_tokens: Final = msgspec.msgpack.Decoder(list[_TokenId]).decode
-# Engines with speculative heads (EAGLE) send each token as a pair; the first is the token.
-_decode_pairs: Final = msgspec.msgpack.Decoder(list[tuple[_TokenId, _TokenId]]).decode
-_encode: Final = msgspec.msgpack.Encoder().encode
+_decode_tokens: Final = msgspec.msgpack.Decoder(list[TokenId]).decode
+# Engines with speculative heads (EAGLE, MTP) send each token as a pair; the first is the token.
+_decode_pairs: Final = msgspec.msgpack.Decoder(list[tuple[TokenId, TokenId]]).decode
 
 
 def decode_batch(payload: bytes) -> EventBatch:
     """Decode one published payload.
 
+    Returns:
+        The events that are known and well formed; the others are counted in it.
+
     Raises:
-        EventDecodeError: If it is anything but a batch of known events. Nothing else is raised,
-            whatever the bytes.
+        EventDecodeError: If it is no batch at all, or a larger one than an engine can mean.
+            Nothing else is raised, whatever the bytes.
     """
+    size = len(payload)
+    if size > MAX_PAYLOAD_BYTES:
+        raise EventDecodeError(f"not a KV event batch: {size} bytes, at most {MAX_PAYLOAD_BYTES}")
     try:
-        batch = (_decode_batch_map if _is_map(payload) else _decode_batch_array)(payload)
-        events = [_decode_event(bytes(raw)) for raw in batch.events]
+        # A field that the plain shape would pass over.
+        if b"cache_salt" not in payload:
+            plain = _decode_plain(payload)
+            return EventBatch(plain.ts, plain.events, plain.data_parallel_rank)
+    except Exception:  # noqa: S110  # whatever is wrong with it is found out below
+        pass
+    try:
+        return _decode_piece_by_piece(payload)
     except Exception as error:
-        # Beside msgspec's own errors: bad UTF-8, nesting too deep, unhashable keys, bad timestamps.
+        # Beside msgspec's own errors: bad UTF-8, nesting too deep, bad timestamps.
         raise EventDecodeError(
-            f"not a KV event batch ({len(payload)} bytes): {type(error).__name__}: {error}"
+            f"not a KV event batch ({size} bytes): {type(error).__name__}: {error}"
         ) from error
-    return EventBatch(ts=batch.ts, events=events, dp_rank=batch.data_parallel_rank)
 
 
-def encode_batch(batch: EventBatch) -> bytes:
-    """Encode a batch as vLLM 0.32 does: an array of maps with defaults left out."""
-    return _encode(batch)
+def _decode_piece_by_piece(payload: bytes) -> EventBatch:
+    batch = (_decode_batch_map if _is_map(payload) else _decode_batch_array)(payload)
+    events: list[Event] = []
+    unknown = 0
+    for raw in batch.events:
+        piece = bytes(raw)
+        try:
+            events.append(_decode_event(piece))
+        except Exception:  # as above, and unhashable keys
+            unknown += _is_of_unknown_type(piece)
+    malformed = len(batch.events) - len(events) - unknown
+    return EventBatch(batch.ts, events, batch.data_parallel_rank, unknown, malformed)
 
 
 def _is_map(payload: bytes) -> bool:
@@ -205,20 +210,34 @@ def _is_map(payload: bytes) -> bool:
     return bool(payload) and (payload[0] & 0xF0 == 0x80 or payload[0] in (0xDE, 0xDF))
 
 
-def _decode_event(raw: bytes) -> Event:
-    decode: Callable[[bytes], _WireEvent] = (
-        _decode_event_map if _is_map(raw) else _decode_event_array
+def _is_of_unknown_type(piece: bytes) -> bool:
+    """Say whether a piece is an event that this version has never heard of."""
+    decode: Callable[[bytes], _TypeMap | _TypeArray] = (
+        _decode_type_map if _is_map(piece) else _decode_type_array
     )
-    event = decode(raw)
+    try:
+        return decode(piece).type not in _KNOWN_TYPES
+    except Exception:  # it has no type at all
+        return False
+
+
+def _decode_event(piece: bytes) -> Event:
+    decode: Callable[[bytes], _WireEvent] = (
+        _decode_event_map if _is_map(piece) else _decode_event_array
+    )
+    event = decode(piece)
     if isinstance(event, _StoredMap):
         extra_keys = event.extra_keys
         if event.cache_salt and extra_keys is None:
-            extra_keys = _salted(event.cache_salt)
-        return _stored(event, extra_keys, event.lora_name)
+            extra_keys = _salted(event, event.cache_salt)
+        return _stored(event, extra_keys, event.lora_name, event.group_idx)
     if isinstance(event, _StoredArray):
-        if isinstance(event.extra_keys, str):
-            return _stored(event, _salted(event.lora_name), None)
-        return _stored(event, event.extra_keys, event.lora_name)
+        is_sglang = isinstance(event.extra_keys, str) or (event.lora_name and event.lora_id is None)
+        if is_sglang or isinstance(event.group_idx, str):
+            name = event.group_idx if isinstance(event.group_idx, str) else None
+            return _stored(event, _salted(event, event.lora_name), name, None)
+        extras = None if isinstance(event.extra_keys, str) else event.extra_keys
+        return _stored(event, extras, event.lora_name, event.group_idx)
     if isinstance(event, _RemovedArray):
         return BlockRemoved(
             event.block_hashes, event.medium, event.group_idx, event.locality, event.ownership
@@ -228,12 +247,19 @@ def _decode_event(raw: bytes) -> Event:
     return event
 
 
-def _salted(salt: str | None) -> _Extras | None:
-    return [[salt]] if salt else None
+def _salted(wire: _StoredMap | _StoredArray, salt: str | None) -> list[list[Any] | None] | None:
+    """Put the salt where vLLM has it, in the first block of a prompt.
+
+    SGLang says it with every block; behind the first it is in the parent's hash already.
+    """
+    return [[salt]] if salt and wire.parent_block_hash is None else None
 
 
 def _stored(
-    wire: _StoredMap | _StoredArray, extra_keys: _Extras | None, lora_name: str | None
+    wire: _StoredMap | _StoredArray,
+    extra_keys: list[list[Any] | None] | None,
+    lora_name: str | None,
+    group_idx: int | None,
 ) -> BlockStored:
     return BlockStored(
         block_hashes=wire.block_hashes,
@@ -244,7 +270,7 @@ def _stored(
         medium=wire.medium,
         lora_name=lora_name,
         extra_keys=extra_keys,
-        group_idx=wire.group_idx,
+        group_idx=group_idx,
         kv_cache_spec_kind=wire.kv_cache_spec_kind,
         kv_cache_spec_sliding_window=wire.kv_cache_spec_sliding_window,
         locality=wire.locality,

@@ -6,7 +6,7 @@ already known: if it comes back unchanged the publisher is the same process and 
 in between; if it differs, a new process answers, and the worker's blocks are cleared.
 
 Source: vLLM 0.32 ``distributed/kv_events.py`` (captured); three-part replay answers: vLLM before
-#45177, SGLang 0.5.23.
+#45177, SGLang before 0.5.23.
 """
 
 from __future__ import annotations
@@ -15,23 +15,18 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Final
 
-import zmq
 import zmq.asyncio
 from xxhash import xxh3_64_intdigest
 
 from prefix_index.events import EventDecodeError, decode_batch
+from prefix_index.receiver import QUEUE_BATCHES, Inbox, Receiver
+from prefix_index.replay import Replay, parse_frame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncGenerator, Callable
 
     from prefix_index.events import EventBatch
 
-_END_OF_REPLAY: Final = 0xFFFF_FFFF_FFFF_FFFF
-_SEQUENCE_BYTES: Final = 8
-# Live batches that may queue while a replay runs; the publishers' own default bound.
-_QUEUE_BATCHES: Final = 100_000
-# A publisher answers between two batches, within 0.1 s when idle.
-_REPLAY_TIMEOUT_S: Final = 2.0
 # With nothing heard for this long, ask the buffer: a batch may have been lost before the
 # subscription was in force, or the publisher may have restarted in silence.
 _IDLE_CHECK_S: Final = 10.0
@@ -43,7 +38,7 @@ class EventSubscriber:
     """Delivers every batch once and in order, or says that some were lost.
 
     Args:
-        endpoint: Where the publisher sends; connected to, never bound.
+        endpoint: Where the publisher sends; bound if it stands for any host, else connected to.
         replay_endpoint: Where its buffer answers; without one every gap clears.
         on_batch: Called with (sequence, batch) from the event loop.
         on_clear: Called with a reason when what was delivered so far no longer holds.
@@ -53,11 +48,18 @@ class EventSubscriber:
             or none any more, everything is cleared and taken from the start.
         clock: Monotonic seconds.
         context: Shared ZMQ context; without one the subscriber has its own and ends it.
+        receiver: Socket shared with other subscribers of ``endpoint``.
 
     Attributes:
-        last_event_s: When it came, on ``clock``; None before the first.
+        last_event_s: When the last batch came, on ``clock``; None before the first.
+        last_error_s: Likewise for the last message that was no batch, or not wholly.
         gaps: Times that batches were missing.
-        decode_errors: Messages that were no batch.
+        replays: Times the buffer was asked and answered.
+        losses: Times that missing batches could not be had any more.
+        restarts: Times the publisher was found to be a new process.
+        decode_errors: Messages that were no batch, and events in batches that were none.
+        unknown_events: Events of a type from the future.
+        num_undecodable: Messages in a row of which nothing could be used.
     """
 
     def __init__(
@@ -72,10 +74,12 @@ class EventSubscriber:
         last_digest: int = 0,
         clock: Callable[[], float] = time.monotonic,
         context: zmq.asyncio.Context | None = None,
+        receiver: Receiver | None = None,
     ) -> None:
-        self.gaps = 0
-        self.decode_errors = 0
+        self.gaps = self.replays = self.losses = self.restarts = 0
+        self.decode_errors = self.unknown_events = self.num_undecodable = 0
         self.last_event_s: float | None = None
+        self.last_error_s: float | None = None
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
         self._on_batch = on_batch
@@ -83,11 +87,15 @@ class EventSubscriber:
         self._topic = topic
         self._clock = clock
         self._context = context
+        self._receiver = receiver
         self._next = first_sequence
         self._last_digest = last_digest
         # Sequence -> payload digest of what came by replay and may still come live.
         self._replayed: dict[int, int] = {}
-        self._check = asyncio.Event()
+        self._newest_seen = -1
+        self._wake = asyncio.Event()
+        self._inbox = Inbox(self._wake.set)
+        self._must_check = False
         self._epoch = 0
 
     @property
@@ -100,65 +108,68 @@ class EventSubscriber:
         """Digest of the payload of the last batch; with its sequence, where to go on."""
         return self._last_digest
 
+    @property
+    def behind_batches(self) -> int:
+        """Batches that are known to exist and have not been delivered yet."""
+        return max(len(self._inbox), self._newest_seen + 1 - self._next)
+
     def restart(self) -> None:
         """Begin a new epoch: clear, then replay from 0. From the event loop only."""
         self._epoch += 1
         self._clear("new epoch")
-        self._check.set()
+        self._must_check = True
+        self._wake.set()
 
     async def run(self) -> None:
-        """Follow the publisher until cancelled; it may appear, vanish and return meanwhile."""
+        """Follow the publisher until cancelled; it may appear, vanish and return meanwhile.
+
+        Raises:
+            zmq.ZMQError: If the endpoint cannot be bound or is none.
+            TopicTakenError: If another subscriber of the receiver has the topic.
+        """
         context = self._context or zmq.asyncio.Context()
-        socket = _connect(context, zmq.SUB, self._endpoint)
+        receiver = self._receiver or Receiver(context, self._endpoint)
         try:
-            socket.subscribe(self._topic)
-            # After the subscription: what is published meanwhile queues and is recognised.
-            await self._repair(context)
-            await self._follow(context, socket)
+            receiver.join(self._topic, self._inbox)
+            try:
+                # After the subscription: what is published meanwhile queues and is recognised.
+                await self._repair(context)
+                await self._follow(context)
+            finally:
+                receiver.leave(self._topic)
         finally:
-            socket.close()
             if self._context is None:
                 context.term()
 
-    async def _follow(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> None:
+    async def _follow(self, context: zmq.asyncio.Context) -> None:
         received = 0
         while True:
-            message = asyncio.ensure_future(socket.recv_multipart())
-            try:
-                while not message.done():
-                    await self._wait_for(message, context)
-            finally:
-                message.cancel()
-            await self._take_live(message.result(), context)
-            received += 1
-            if received % _YIELD_EVERY_BATCHES == 0:
-                await asyncio.sleep(0)
-
-    async def _wait_for(
-        self, message: asyncio.Future[list[bytes]], context: zmq.asyncio.Context
-    ) -> None:
-        """Wait for the message, for ``restart`` or until it is time to ask."""
-        check = asyncio.ensure_future(self._check.wait())
-        try:
-            done, _ = await asyncio.wait(
-                (message, check), timeout=_IDLE_CHECK_S, return_when=asyncio.FIRST_COMPLETED
-            )
-        finally:
-            check.cancel()
-        if message not in done:
-            self._check.clear()
-            await self._repair(context)
+            if self._must_check:
+                await self._repair(context)
+            elif self._inbox:
+                await self._take_live(self._inbox.take(), context)
+                received += 1
+                if received % _YIELD_EVERY_BATCHES == 0:
+                    await asyncio.sleep(0)
+            else:
+                self._wake.clear()
+                try:
+                    async with asyncio.timeout(_IDLE_CHECK_S):
+                        await self._wake.wait()
+                except TimeoutError:
+                    await self._repair(context)
 
     async def _take_live(self, parts: list[bytes], context: zmq.asyncio.Context) -> None:
-        frame = _parse(parts)
+        frame = parse_frame(parts)
         if frame is None:
-            self.decode_errors += 1
+            self._count_undecodable()
             return
         sequence, payload = frame
+        self._newest_seen = sequence
         if sequence < self._next:
             if self._replayed.get(sequence) == xxh3_64_intdigest(payload):
                 return  # came by replay already
-            self._clear("sequence started again")
+            self._restarted("sequence started again")
         if sequence > self._next:
             if self._next:
                 self.gaps += 1
@@ -167,48 +178,72 @@ class EventSubscriber:
             if sequence < self._next or epoch != self._epoch:
                 return  # the replay brought it, or it is of an epoch that is over
             if sequence > self._next:
-                self._clear(f"batches {self._next} to {sequence - 1} are lost")
+                self._lose(sequence)
         self._replayed.clear()
         self._deliver(sequence, payload)
 
     async def _repair(self, context: zmq.asyncio.Context) -> None:
         """Ask for everything from the last known batch on, and deliver what is new."""
-        if self._replay_endpoint is None:
-            return
-        answer = await self._ask(context, self._replay_endpoint)
-        if answer is None:
-            return  # nobody there
-        if self._next and not self._continues(answer):
-            self._clear("publisher restarted or its buffer moved on")
-            answer = await self._ask(context, self._replay_endpoint) or []
-        for at, (sequence, payload) in enumerate(answer, start=1):
-            if sequence > self._next:
-                # The buffer no longer reaches back to where we are.
-                self._clear(f"batches {self._next} to {sequence - 1} are lost")
-            if sequence >= self._next:
-                self._deliver(sequence, payload)
-                self._replayed[sequence] = self._last_digest
-            if at % _YIELD_EVERY_BATCHES == 0:
-                await asyncio.sleep(0)
-                if self._check.is_set():
-                    return  # a new epoch was declared: this answer is of the old one
-
-    async def _ask(
-        self, context: zmq.asyncio.Context, endpoint: str
-    ) -> list[tuple[int, bytes]] | None:
         while True:
-            self._check.clear()
-            answer = await _replay(context, endpoint, max(self._next - 1, 0))
-            if not self._check.is_set():
-                return answer
-            # A new epoch was declared meanwhile: the question was about the old one.
+            self._must_check = False
+            if self._replay_endpoint is None:
+                return
+            question = Replay(context, self._replay_endpoint, max(self._next - 1, 0))
+            batches = question.batches()
+            try:
+                must_ask_again = await self._take_answer(question, batches)
+            finally:
+                await batches.aclose()
+            if not must_ask_again:
+                return
 
-    def _continues(self, answer: list[tuple[int, bytes]]) -> bool:
-        """Say whether an answer begins with the last known batch."""
-        if not answer:
-            return False
-        sequence, payload = answer[0]
-        return sequence == self._next - 1 and xxh3_64_intdigest(payload) == self._last_digest
+    async def _take_answer(
+        self, question: Replay, batches: AsyncGenerator[tuple[int, bytes], None]
+    ) -> bool:
+        """Deliver an answer, and say whether there is reason to ask again from where we are."""
+        epoch, first, knows_last = self._epoch, self._next, self._next > 0
+        received = 0
+        async for sequence, payload in batches:
+            if epoch != self._epoch:
+                return True  # a new epoch was declared: this answer is of the old one
+            if knows_last:
+                knows_last = False
+                if not self._is_last(sequence, payload):
+                    return True
+                continue
+            if sequence > self._next:
+                if self._next > first:
+                    return True  # its own queue was too short for the answer
+                self._lose(sequence)
+            if sequence >= self._next:
+                self._note_replayed(sequence, payload)
+                self._deliver(sequence, payload)
+            received += 1
+            if received % _YIELD_EVERY_BATCHES == 0:
+                await asyncio.sleep(0)
+        if epoch != self._epoch:
+            return True
+        if not question.is_complete:
+            return self._next > first
+        self.replays += 1
+        if knows_last:
+            self._restarted("publisher restarted")
+        return False
+
+    def _is_last(self, sequence: int, payload: bytes) -> bool:
+        """Say whether the first batch of an answer is the last one known here; else clear."""
+        if sequence == self._next - 1 and xxh3_64_intdigest(payload) == self._last_digest:
+            return True
+        if sequence > self._next - 1:
+            self._clear("publisher's buffer moved on")
+        else:
+            self._restarted("publisher restarted")
+        return False
+
+    def _note_replayed(self, sequence: int, payload: bytes) -> None:
+        # Not more than can queue live meanwhile.
+        if len(self._replayed) < QUEUE_BATCHES:
+            self._replayed[sequence] = xxh3_64_intdigest(payload)
 
     def _deliver(self, sequence: int, payload: bytes) -> None:
         self._next = sequence + 1
@@ -217,50 +252,32 @@ class EventSubscriber:
         try:
             batch = decode_batch(payload)
         except EventDecodeError:
-            self.decode_errors += 1
+            self._count_undecodable()
+            return
+        self.unknown_events += batch.unknown
+        if batch.malformed:
+            self.decode_errors += batch.malformed
+            self.last_error_s = self._clock()
+        if batch.malformed and not batch.events:
+            self.num_undecodable += 1
         else:
-            self._on_batch(sequence, batch)
+            self.num_undecodable = 0
+        self._on_batch(sequence, batch)
+
+    def _count_undecodable(self) -> None:
+        self.decode_errors += 1
+        self.num_undecodable += 1
+        self.last_error_s = self._clock()
+
+    def _lose(self, sequence: int) -> None:
+        self.losses += 1
+        self._clear(f"batches {self._next} to {sequence - 1} are lost")
+
+    def _restarted(self, reason: str) -> None:
+        self.restarts += 1
+        self._clear(reason)
 
     def _clear(self, reason: str) -> None:
         self._next = 0
         self._replayed.clear()
         self._on_clear(reason)
-
-
-def _connect(context: zmq.asyncio.Context, kind: int, endpoint: str) -> zmq.asyncio.Socket:
-    socket = context.socket(kind)
-    socket.linger = 0
-    socket.rcvhwm = _QUEUE_BATCHES
-    socket.connect(endpoint)
-    return socket
-
-
-def _parse(parts: list[bytes]) -> tuple[int, bytes] | None:
-    """Return sequence and payload, the last two of three or four parts."""
-    if len(parts) not in (3, 4) or len(parts[-2]) != _SEQUENCE_BYTES:
-        return None
-    return int.from_bytes(parts[-2], "big"), parts[-1]
-
-
-async def _replay(
-    context: zmq.asyncio.Context, endpoint: str, first: int
-) -> list[tuple[int, bytes]] | None:
-    """Return what the buffer holds from ``first`` on, up to where it stopped answering.
-
-    None if nothing came at all. A fresh socket each time, so that late answers to an earlier
-    question are never taken for answers to this one.
-    """
-    socket = _connect(context, zmq.DEALER, endpoint)
-    try:
-        await socket.send_multipart([b"", first.to_bytes(_SEQUENCE_BYTES, "big")])
-        answer: list[tuple[int, bytes]] = []
-        while await socket.poll(_REPLAY_TIMEOUT_S * 1000):
-            frame = _parse(await socket.recv_multipart())
-            if frame is None:
-                continue
-            if frame[0] == _END_OF_REPLAY:
-                return answer
-            answer.append(frame)
-        return answer or None
-    finally:
-        socket.close()

@@ -19,7 +19,10 @@ from prefix_index import (
     WorkerFeed,
     decode_batch,
     encode_batch,
+    hash_blocks,
+    root_hash,
 )
+from prefix_index.events import MAX_PAYLOAD_BYTES
 from tests.prefix_index import capture
 
 pack = msgspec.msgpack.encode
@@ -137,6 +140,32 @@ def test_sglang_says_the_salt_in_a_field_of_its_own() -> None:
     assert as_array.lora_name is None
 
 
+def test_sglang_arrays_are_told_by_what_stands_where() -> None:
+    stored = list(STORED.values())
+    salted = only([1.0, [["BlockStored", *stored, None, "GPU", "s"]]])
+    both = only([1.0, [["BlockStored", *stored, None, "GPU", "s", None, "ad1"]]])
+    session = only([1.0, [["BlockStored", *stored, None, "GPU", None, "session"]]])
+    adapter = only([1.0, [["BlockStored", *stored, None, "GPU", None, None, "ad1"]]])
+    vllm = only([1.0, [["BlockStored", *stored, 3, "GPU", "ad1", [["ad1"]], 0]]])
+
+    assert (salted.extra_keys, salted.lora_name) == ([["s"]], None)
+    assert (both.extra_keys, both.lora_name) == ([["s"]], "ad1")
+    assert (session.extra_keys, session.lora_name) == (None, None)
+    assert (adapter.extra_keys, adapter.lora_name) == (None, "ad1")
+    assert (vllm.extra_keys, vllm.lora_name, vllm.group_idx) == ([["ad1"]], "ad1", 0)
+
+
+def test_a_salt_that_is_said_with_every_block_counts_at_the_start_of_a_prompt_alone() -> None:
+    salted = {**STORED, "cache_salt": "s"}
+    first = {"type": "BlockStored", **salted}
+    later = {"type": "BlockStored", **salted, "block_hashes": [33, 44], "parent_block_hash": 22}
+    index = Index(16)
+    WorkerFeed(index, "w", "m").apply(decode_batch(pack([1.0, [first, later]])))
+    chain = hash_blocks(TOKENS * 2, 16, root_hash("m", salt="s"))
+
+    assert index.match(chain)["w"].total == 64
+
+
 MALFORMED = {
     "nothing": b"",
     "no msgpack": b"\xc1",
@@ -145,31 +174,18 @@ MALFORMED = {
     "an empty map": pack({}),
     "no events": pack([1.0]),
     "events are no list": pack([1.0, 2]),
-    "an event is null": pack([1.0, [None]]),
-    "an event is a number": pack([1.0, [1]]),
-    "an event has no type": pack([1.0, [{"block_hashes": [1]}]]),
-    "an event of unknown type": pack([1.0, [{"type": "BlockMoved"}]]),
-    "an array event of unknown type": pack([1.0, [["BlockMoved"]]]),
-    "an empty array event": pack([1.0, [[]]]),
-    "a hash that is text": pack([1.0, [["BlockRemoved", ["1"], "GPU"]]]),
-    "a hash that is null": pack([1.0, [["BlockRemoved", [None], "GPU"]]]),
-    "a negative token": pack([1.0, [{"type": "BlockStored", **STORED, "token_ids": [-1]}]]),
-    "a token beyond 32 bits": pack([1.0, [["BlockStored", [1], None, [2**32], 1, None, "GPU"]]]),
-    "an empty token pair": pack([1.0, [["BlockStored", [1], None, [[]], 1, None, "GPU"]]]),
-    "a negative block size": pack([1.0, [["BlockStored", [1], None, [1], -1, None, "GPU"]]]),
-    "a medium that is a number": pack([1.0, [["BlockRemoved", [1], 3]]]),
-    "extra keys that are a number": pack(
-        [1.0, [{"type": "BlockStored", **STORED, "extra_keys": 1}]]
-    ),
     "a rank that is text": pack([1.0, [], "0"]),
+    "a time that is text": pack(["now", []]),
     "bytes behind the batch": pack([1.0, []]) + b"\x00",
-    "text that is no UTF-8": b"\x92\x01\x91\x91\xa2\xff\xfe",
+    "text of the batch that is no UTF-8": b"\x82\xa2\xff\xfe\x01\xa2ts\x01",
     "nesting without end": b"\x92\x01" + b"\x91" * 100_000,
     "a list that claims 4 billion entries": b"\x92\x01\xdd\xff\xff\xff\xff",
+    "a list of more events than a step has": pack([1.0, [None] * 131_073]),
     "extra keys nested without end": pack([1.0, [["BlockStored", [1], None, [1], 1, None, "GPU"]]])[
         :-1
     ]
     + b"\x91" * 50_000,
+    "more bytes than a step has": pack([1.0, [b"\x00" * MAX_PAYLOAD_BYTES]]),
 }
 
 
@@ -177,6 +193,110 @@ MALFORMED = {
 def test_what_is_no_batch_is_a_decode_error(payload: bytes) -> None:
     with pytest.raises(EventDecodeError, match="not a KV event batch"):
         decode_batch(payload)
+
+
+def stored_with(**fields: Any) -> dict[str, Any]:
+    return {"type": "BlockStored", **STORED, **fields}
+
+
+BAD_EVENTS: dict[str, Any] = {
+    "null": None,
+    "a number": 1,
+    "text": "BlockRemoved",
+    "no type": {"block_hashes": [1]},
+    "a type that is a number": {"type": 7},
+    "an empty array": [],
+    "a field missing": {"type": "BlockStored", "block_hashes": [1]},
+    "a hash that is text": ["BlockRemoved", ["1"], "GPU"],
+    "a hash that is null": ["BlockRemoved", [None], "GPU"],
+    "a hash that is a fraction": ["BlockRemoved", [1.5], "GPU"],
+    "a hash longer than any digest": ["BlockRemoved", [b"\x00" * 33], "GPU"],
+    "a negative token": stored_with(token_ids=[-1]),
+    "a token beyond 32 bits": ["BlockStored", [1], None, [2**32], 1, None, "GPU"],
+    "an empty token pair": ["BlockStored", [1], None, [[]], 1, None, "GPU"],
+    "a token triple": ["BlockStored", [1], None, [[1, 2, 3]], 1, None, "GPU"],
+    "a negative block size": ["BlockStored", [1], None, [1], -1, None, "GPU"],
+    "a block size beyond any": stored_with(block_size=2**40),
+    "a medium that is a number": ["BlockRemoved", [1], 3],
+    "extra keys that are a number": stored_with(extra_keys=1),
+    "a salt that is a number": stored_with(cache_salt=1),
+    "a parent that is a list": stored_with(parent_block_hash=[1]),
+}
+GOOD = [{"type": "BlockRemoved", "block_hashes": [5], "medium": "GPU"}, ["BlockRemoved", [6]]]
+
+
+@pytest.mark.parametrize("event", BAD_EVENTS.values(), ids=BAD_EVENTS)
+def test_an_event_that_is_none_is_counted_and_its_neighbours_are_taken(event: Any) -> None:
+    batch = decode_batch(pack([1.0, [GOOD[0], event, GOOD[1]], 2]))
+
+    assert batch == EventBatch(1.0, [BlockRemoved([5], "GPU"), BlockRemoved([6])], 2, 0, 1)
+
+
+@pytest.mark.parametrize("event", [{"type": "BlockMoved"}, ["BlockMoved", 1, {}], {"type": ""}])
+def test_an_event_of_a_type_from_the_future_is_counted_apart(event: Any) -> None:
+    batch = decode_batch(pack([1.0, [event, GOOD[0]]]))
+
+    assert batch == EventBatch(1.0, [BlockRemoved([5], "GPU")], None, 1, 0)
+
+
+def test_text_of_an_event_that_is_no_utf8_is_one_bad_event() -> None:
+    batch = decode_batch(b"\x92\x01\x92\x91\xa2\xff\xfe" + pack(GOOD[0]))
+
+    assert (len(batch.events), batch.unknown, batch.malformed) == (1, 0, 1)
+
+
+# Whatever msgpack can say.
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=4)
+    | st.binary(max_size=40),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+FIELDS = [*BlockStored.__struct_fields__, "cache_salt", "type"]
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1, max_size=3),
+    st.integers(0, 14),
+    VALUES,
+    st.booleans(),
+)
+def test_values_of_any_type_at_any_place_harm_nobody_else(
+    fields: dict[str, Any], at: int, value: Any, is_array: bool
+) -> None:
+    good = {"type": "BlockStored", **STORED, "block_hashes": [91, 92]}
+    bad: Any = {"type": "BlockStored", **STORED, **fields}
+    if is_array:
+        bad = ["BlockStored", *STORED.values(), None, "GPU", None, None, None, None]
+        bad[min(at, len(bad) - 1)] = value
+    batch = decode_batch(pack([1.0, [bad, good]]))
+    index = Index(16)
+    feed = WorkerFeed(index, "w", "m")
+    feed.apply(batch)
+    feed.apply(batch)
+
+    assert len(batch.events) + batch.unknown + batch.malformed == 2
+    assert index.holds("w", hash_blocks(TOKENS[:16], 16, root_hash("m"))[0])
+    feed.clear()
+    assert index.num_blocks == 0
+
+
+@settings(max_examples=400, deadline=None)
+@given(VALUES)
+def test_any_msgpack_value_is_a_batch_or_a_decode_error(value: Any) -> None:
+    try:
+        batch = decode_batch(pack(value))
+    except EventDecodeError:
+        return
+
+    WorkerFeed(Index(16), "w", "m").apply(batch)
 
 
 @pytest.mark.parametrize("payload", SEEDS, ids=range(len(SEEDS)))

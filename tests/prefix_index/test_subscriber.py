@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from prefix_index import (
@@ -21,7 +22,9 @@ from prefix_index import (
     hash_blocks,
     root_hash,
 )
+from prefix_index import replay as replay_module
 from prefix_index import subscriber as subscriber_module
+from prefix_index.events import MAX_PAYLOAD_BYTES
 from prefix_index.subscriber import EventSubscriber
 from tests.prefix_index.publisher import Publisher
 from tests.support import free_port, poll_until
@@ -98,7 +101,7 @@ async def following(
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subscriber_module, "_REPLAY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(replay_module, "_TIMEOUT_S", 0.3)
 
 
 def ports() -> tuple[int, int]:
@@ -316,7 +319,7 @@ async def test_a_new_epoch_declared_during_a_replay_replaces_it() -> None:
             assert follower.log == [0, 1, 2, "new epoch", 0, 1, 2]
 
 
-async def a_known_beginning(publisher: Publisher) -> dict[str, int]:
+async def a_known_beginning(publisher: Publisher) -> dict[str, Any]:
     """Let somebody follow three batches; return where he stopped."""
     for block in range(3):
         await publisher.publish(batch(block), live=False)
@@ -362,7 +365,8 @@ async def test_who_knows_a_beginning_that_is_out_of_the_buffer_clears_and_takes_
 GARBAGE = {
     "no batch": b"\xc1\xff",
     "no payload": b"",
-    "a batch of another kind": b"\x93\x01\x91\x91\xa3abc\x00",
+    "a batch of no events": b"\x93\x01\x91\x05\x00",
+    "a larger batch than any engine means": bytes(MAX_PAYLOAD_BYTES + 1),
 }
 
 
@@ -376,9 +380,27 @@ async def test_a_payload_that_is_no_batch_is_counted_and_the_next_one_taken(
         await publisher.publish(batch(0))
         await follower.reaches(lambda: follower.hit() == 1)
 
-        assert follower.log == [1]
+        assert follower.sequences[-1] == 1
         assert follower.subscriber.decode_errors == 1
+        assert follower.subscriber.last_error_s is not None
+        assert follower.subscriber.num_undecodable == 0
         assert follower.subscriber.gaps == 0
+        assert not follower.clears
+
+
+async def test_events_from_the_future_are_counted_and_their_neighbours_taken() -> None:
+    events = [
+        {"type": "BlockMoved", "to": 1},
+        ["BlockMoved", 1],
+        BlockStored([1], None, [0] * B, B),
+    ]
+    async with Publisher(*ports()) as publisher, following(publisher) as follower:
+        await publisher.subscribed()
+        await publisher.publish(msgspec.msgpack.encode([1.0, events, 0]))
+        await follower.reaches(lambda: follower.feed.stored == 1)
+
+        assert follower.subscriber.unknown_events == 2
+        assert follower.subscriber.decode_errors == 0
 
 
 FRAMES = {
