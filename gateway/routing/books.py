@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gateway.routing.active import ActiveBlocks, Run
-from gateway.routing.cost import OUTPUT_ALLOWANCE_TOKENS
+from gateway.routing.cost import OUTPUT_ALLOWANCE_TOKENS, Candidate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,26 +65,21 @@ class Charge:
 class Books:
     """The requests in flight on one worker; one event loop only.
 
+    The numbers that ``choose()`` reads are kept where it reads them, in one ``Candidate`` that is
+    copied for each request: filling one in anew costs several times as much.
+
     Attributes:
-        in_flight: Requests routed and not finished (``n``).
-        queued_tokens: Uncached tokens of those without a first token (``Qtok``).
-        queued_s: Their estimated prefill seconds (``Qsec``).
-        context_tokens: Prompt + allowance of all in flight (``ctx``).
-        progress_at_s: Last first token, or the last routing that found no queue (``t1``).
-        restore_until_s: When the restores routed there end.
+        load: The worker as a candidate, up to date as far as the books go; copy it, never keep it.
         prefilled_s: Estimated prefill seconds completed since the start; only ever grows.
+        out_busy_until_s: When the pulls that others make from this worker end.
         awaited: Requests whose first token is predicted and missing, in routing order.
     """
 
     def __init__(self, block_size: int = 16) -> None:
-        self.block_size = block_size
-        self.in_flight = 0
-        self.queued_tokens = 0
-        self.queued_s = 0.0
-        self.context_tokens = 0
-        self.progress_at_s = 0.0
-        self.restore_until_s = 0.0
+        self.load = Candidate("")
         self.prefilled_s = 0.0
+        self.out_busy_until_s = 0.0
+        self._block_size = block_size
         self._blocks = ActiveBlocks()
         self._kv_tail_tokens = 0
         # In routing order, so that the first one is the one the engine should serve next.
@@ -92,18 +87,58 @@ class Books:
         self._num_queued = 0
 
     @property
+    def in_flight(self) -> int:
+        """Requests routed and not finished (``n``)."""
+        return self.load.in_flight
+
+    @property
+    def queued_tokens(self) -> int:
+        """Uncached tokens of those without a first token (``Qtok``)."""
+        return self.load.queued_tokens
+
+    @property
+    def queued_s(self) -> float:
+        """Their estimated prefill seconds (``Qsec``)."""
+        return self.load.queued_s
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt + allowance of all in flight (``ctx``)."""
+        return self.load.context_tokens
+
+    @property
+    def progress_at_s(self) -> float:
+        """Last first token, or the last routing that found no queue (``t1``)."""
+        return self.load.progress_at_s
+
+    @property
+    def restore_until_s(self) -> float:
+        """When the restores routed there end."""
+        return self.load.restore_until_s
+
+    @property
     def active_tokens(self) -> int:
         """KV demand of the in-flight requests: distinct full blocks + partial ones + outputs."""
-        return self._blocks.num_blocks * self.block_size + self._kv_tail_tokens
+        return self.load.active_tokens
 
     @property
     def num_decoding(self) -> int:
         """Requests past their first token."""
-        return self.in_flight - self._num_queued
+        return self.load.in_flight - self._num_queued
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block; may be set while requests are in flight."""
+        return self._block_size
+
+    @block_size.setter
+    def block_size(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._count_active()
 
     def common_tokens(self, hashes: Sequence[BlockHash]) -> int:
         """Leading full-block tokens of a prompt that are active already."""
-        return self._blocks.common_blocks(hashes) * self.block_size
+        return self._blocks.common_blocks(hashes) * self._block_size
 
     def overdue_s(self, now_s: float) -> float:
         """How late the first token is that was routed first of those still missing, else 0.
@@ -122,6 +157,7 @@ class Books:
         uncached_tokens: int,
         prefill_s: float = 0.0,
         restore_s: float = 0.0,
+        pull_s: float = 0.0,
         due_s: float | None = None,
         hashes: Sequence[BlockHash] = (),
     ) -> Charge:
@@ -132,16 +168,20 @@ class Books:
             prompt_tokens: Prompt length.
             uncached_tokens: Tokens to prefill as predicted.
             prefill_s: Their seconds as predicted; 0 while the worker's speed is unknown.
-            restore_s: Seconds its restore keeps the link busy.
+            restore_s: Seconds its restore keeps the link to the lower tiers busy.
+            pull_s: Seconds its pull keeps the network link busy.
             due_s: When its first token should be seen; None if it will not be seen.
             hashes: All full blocks of the prompt; kept until ``finish``.
         """
-        found_idle = not self._num_queued and self.in_flight <= 2
+        load = self.load
+        found_idle = not self._num_queued and load.in_flight <= 2
         if not self._num_queued:
-            self.progress_at_s = now_s
+            load.progress_at_s = now_s
         if restore_s > 0.0:
-            self.restore_until_s = max(self.restore_until_s, now_s) + restore_s
-        tail = prompt_tokens - len(hashes) * self.block_size + OUTPUT_ALLOWANCE_TOKENS
+            load.restore_until_s = max(load.restore_until_s, now_s) + restore_s
+        if pull_s > 0.0:
+            load.in_busy_until_s = max(load.in_busy_until_s, now_s) + pull_s
+        tail = prompt_tokens - len(hashes) * self._block_size + OUTPUT_ALLOWANCE_TOKENS
         charge = Charge(
             now_s,
             due_s,
@@ -155,12 +195,17 @@ class Books:
         if due_s is not None:
             self.awaited[charge] = due_s
         self._num_queued += 1
-        self.in_flight += 1
-        self.queued_tokens += uncached_tokens
-        self.queued_s += prefill_s
-        self.context_tokens += prompt_tokens + OUTPUT_ALLOWANCE_TOKENS
+        load.in_flight += 1
+        load.queued_tokens += uncached_tokens
+        load.queued_s += prefill_s
+        load.context_tokens += prompt_tokens + OUTPUT_ALLOWANCE_TOKENS
         self._kv_tail_tokens += tail
+        self._count_active()
         return charge
+
+    def hand_over(self, now_s: float, pull_s: float) -> None:
+        """Book that another worker pulls from this one for so long."""
+        self.out_busy_until_s = max(self.out_busy_until_s, now_s) + pull_s
 
     def correct(
         self, charge: Charge, *, prompt_tokens: int, hashes: Sequence[BlockHash] = ()
@@ -174,19 +219,21 @@ class Books:
         """
         if charge.is_finished:
             return
+        load = self.load
         grown = prompt_tokens - charge.prompt_tokens
         self._blocks.release(charge.run)
         charge.run = self._blocks.add(hashes)
-        tail = prompt_tokens - len(hashes) * self.block_size + OUTPUT_ALLOWANCE_TOKENS
+        tail = prompt_tokens - len(hashes) * self._block_size + OUTPUT_ALLOWANCE_TOKENS
         self._kv_tail_tokens += tail - charge.kv_tokens
         charge.kv_tokens = tail
-        self.context_tokens += grown
+        self._count_active()
+        load.context_tokens += grown
         charge.prompt_tokens = prompt_tokens
         if charge.is_queued:
             uncached = max(1, charge.uncached_tokens + grown)
             prefill_s = charge.prefill_s * uncached / charge.uncached_tokens
-            self.queued_tokens += uncached - charge.uncached_tokens
-            self.queued_s += prefill_s - charge.prefill_s
+            load.queued_tokens += uncached - charge.uncached_tokens
+            load.queued_s += prefill_s - charge.prefill_s
             charge.uncached_tokens, charge.prefill_s = uncached, prefill_s
 
     def first_token(self, charge: Charge, now_s: float) -> None:
@@ -194,7 +241,7 @@ class Books:
         if not charge.is_queued:
             return
         self._leave_queue(charge)
-        self.progress_at_s = max(self.progress_at_s, now_s)
+        self.load.progress_at_s = max(self.load.progress_at_s, now_s)
         self.prefilled_s += charge.prefill_s
 
     def finish(self, charge: Charge) -> None:
@@ -204,16 +251,22 @@ class Books:
         charge.is_finished = True
         if charge.is_queued:
             self._leave_queue(charge)
-        self.in_flight -= 1
-        self.context_tokens -= charge.prompt_tokens + OUTPUT_ALLOWANCE_TOKENS
+        self.load.in_flight -= 1
+        self.load.context_tokens -= charge.prompt_tokens + OUTPUT_ALLOWANCE_TOKENS
         self._kv_tail_tokens -= charge.kv_tokens
         self._blocks.release(charge.run)
+        self._count_active()
 
     def _leave_queue(self, charge: Charge) -> None:
         charge.is_queued = False
         if charge.due_s is not None:
             del self.awaited[charge]
         self._num_queued -= 1
-        self.queued_tokens -= charge.uncached_tokens
+        load = self.load
+        load.queued_tokens -= charge.uncached_tokens
         # Exactly zero when empty: float sums taken apart in another order leave dust.
-        self.queued_s = max(0.0, self.queued_s - charge.prefill_s) if self._num_queued else 0.0
+        load.queued_s = max(0.0, load.queued_s - charge.prefill_s) if self._num_queued else 0.0
+
+    def _count_active(self) -> None:
+        num_tokens = self._blocks.num_blocks * self._block_size
+        self.load.active_tokens = num_tokens + self._kv_tail_tokens

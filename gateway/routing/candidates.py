@@ -8,64 +8,158 @@ from typing import TYPE_CHECKING
 from gateway.routing.choose import RouteInput
 from gateway.routing.cost import EVICTION_FILL, MEMORY_FILL, OUTPUT_ALLOWANCE_TOKENS, Candidate
 from gateway.routing.learner import slowest
+from gateway.routing.sources import can_pull, find_sources
 from prefix_index.blocks import usable_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping
+    from random import Random
 
+    from gateway.routing.others import OthersLoad
     from gateway.routing.plan import Plan
-    from gateway.routing.pool import Worker
-    from prefix_index.blocks import BlockHash
+    from gateway.routing.pool import Pool, Worker
     from prefix_index.index import Hit, Index
 
+# Older news of the other gateways' load than this sends them all to the same idle worker. Fresher
+# than this, sampling costs 7 to 10 % of TTFT.
+MAX_LOAD_AGE_S = 0.150
+# Share of the workers that are drawn at random while the load view is old.
+DRAWN_SHARE = 3
+# A third of the time of ``copy.copy``; msgspec's stubs do not know it.
+_copy: Callable[[Candidate], Candidate] = Candidate.__copy__  # type: ignore[attr-defined]
+# A worker that is out for one of these reasons is used when nobody else is left.
+_PANIC = ("not_ready", "ejected")
 
-def route_input(plan: Plan, now_s: float, exclude: Collection[str] = ()) -> RouteInput:
+
+def route_input(
+    plan: Plan, now_s: float, exclude: Collection[str] = (), rng: Random | None = None
+) -> RouteInput:
     """Collect what a choice depends on. Reads only, except for lazily forgotten LRU entries.
 
     Args:
         plan: The request.
         now_s: Decision time (monotonic).
         exclude: Workers that may not be chosen, because an attempt failed there.
+        rng: Draws the sample that is compared while the other gateways' load is old news; None =
+            all are compared however old it is.
     """
     pool, hashes, prompt_tokens = plan.pool, plan.hashes, plan.num_tokens
     index = pool.index
-    hits: dict[str, Hit] = {}
-    credit: dict[str, int] | None = None
     # Equal to the blocks in ``hashes`` where all of them are known.
     num_blocks = 0 if hashes is None else usable_blocks(prompt_tokens, pool.block_size)
-    candidates = []
-    longest = 0
-    for worker_id, worker in pool.workers.items():
-        c = _candidate(worker, now_s, hashes or (), num_blocks)
-        if pool.is_readable(worker):
-            c.source = worker.mode
-            if credit is None:  # looked up once, and only if somebody's blocks mean anything
-                credit = _credit(plan)
-                hits = index.match(hashes) if index is not None and hashes else hits
-            if credit:
-                c.pending_tokens = credit.get(worker_id, 0)
-            hit = hits.get(worker_id)
-            if hit is not None:
-                c.hit_gpu, c.hit_cpu, c.hit_disk, c.hit_remote = hit
-                longest = max(longest, c.hit_tokens)
-            if c.capacity_tokens and index is not None:
-                _read_cache(index, worker, c, now_s, prompt_tokens)
-        if exclude or worker.draining or worker.health.is_suspect:
-            c.why = _why(worker, now_s, exclude)
-            c.eligible = c.why == "ok"
-        candidates.append(c)
-    _lend_models(candidates)
-    _panic(candidates)
+    hits = index.match(hashes) if index is not None and hashes else {}
+    candidates = _candidates(plan, now_s, num_blocks, exclude, hits)
     request = RouteInput(now_s, prompt_tokens, candidates)
     request.output_tokens = pool.output_length.mean_tokens
+    if hits and pool.peer_pull != "off":
+        _take_sources(request, pool, hits)
+    credit = _credit(plan)
+    if credit:
+        for c in candidates:
+            if c.mode != "text":
+                c.pending_tokens = credit.get(c.worker, 0)
+    others = pool.others
+    if others is not None:
+        _add_others(candidates, others)
+        if rng is not None and others.age_s(now_s) > MAX_LOAD_AGE_S:
+            num_drawn = max(1, len(candidates) // DRAWN_SHARE)
+            request.draws = [rng.randrange(len(candidates)) for _ in range(num_drawn)]
     if pool.is_strict or hashes is None or index is None:
         request.mode = "strict" if pool.is_strict else "text"
         request.ring = pool.ring.order(plan.key.ring_key)
     # A home matters only for blocks that can be cached, while nobody holds a quarter of the
-    # prompt; choose() tests the latter again.
-    elif num_blocks and 4 * longest < prompt_tokens:
+    # prompt; choose() tests the latter again. A sample always has the home in it.
+    elif num_blocks and (request.draws or not _is_held(candidates, hits, prompt_tokens)):
         request.home = plan.home
     return request
+
+
+def _candidates(
+    plan: Plan,
+    now_s: float,
+    num_blocks: int,
+    exclude: Collection[str],
+    hits: Mapping[str, Hit],
+) -> list[Candidate]:
+    """Copy each worker's row and fill in what depends on the request or on the time."""
+    pool, hashes = plan.pool, plan.hashes or ()
+    index = pool.index
+    prompt_tokens, new_tokens = plan.num_tokens, num_blocks * pool.block_size
+    demand = prompt_tokens + OUTPUT_ALLOWANCE_TOKENS
+    all_pull = pool.peer_pull == "llm-d"
+    is_modelled = True
+    candidates = []
+    for worker in pool.workers.values():
+        books, health = worker.books, worker.health
+        c = _copy(books.load)
+        c.worker = worker.id
+        c.model = learned = worker.learner.model
+        c.max_batched_tokens = worker.max_batched_tokens
+        c.new_tokens = new_tokens
+        c.mode = worker.mode if pool.is_readable(worker) else "text"
+        hit = hits.get(c.worker)
+        if hit is not None and c.mode != "text":
+            c.hit_gpu, c.hit_cpu, c.hit_disk, c.hit_remote = hit
+        if learned is None:
+            is_modelled = False
+        if (worker.can_pull or all_pull) and can_pull(pool, worker):
+            c.can_pull, c.pull_rates = True, worker.learner.pull_rates
+        c.capacity_tokens = capacity = worker.capacity_tokens
+        if capacity:
+            # Blocks shared with requests in flight matter only where memory is short.
+            needed = c.active_tokens + new_tokens + OUTPUT_ALLOWANCE_TOKENS
+            if needed > MEMORY_FILL * capacity:
+                c.new_tokens -= books.common_tokens(hashes)
+            if index is not None and c.mode != "text":
+                c.held_tokens = index.held_blocks(c.worker) * index.block_size
+                if worker.cpu_capacity_tokens:
+                    c.cpu_capacity_tokens = worker.cpu_capacity_tokens
+                    c.cpu_held_tokens = index.held_blocks(c.worker, "cpu") * index.block_size
+                # At most this much is needed; choose() computes it exactly.
+                if c.held_tokens + demand + c.queued_tokens > EVICTION_FILL * capacity:
+                    _read_ages(index, worker, c, now_s)
+        if health.failures:
+            c.bias = health.bias(now_s)
+        if books.awaited:
+            c.overdue_s = books.overdue_s(now_s)
+        if exclude or worker.draining or health.is_suspect or worker.is_apart or plan.adapter:
+            c.why = _why(worker, now_s, exclude, plan.adapter)
+            c.eligible = c.why == "ok"
+        candidates.append(c)
+    if not is_modelled:
+        _lend_models(candidates)
+    _relent(candidates)
+    return candidates
+
+
+def _is_held(candidates: list[Candidate], hits: Mapping[str, Hit], prompt_tokens: int) -> bool:
+    """Whether anybody holds a quarter of the prompt."""
+    return bool(hits) and 4 * max([c.hit_tokens for c in candidates]) >= prompt_tokens
+
+
+def _take_sources(request: RouteInput, pool: Pool, hits: Mapping[str, Hit]) -> None:
+    """Let those pull that can, from holders whose KV has their format."""
+    pulling = [c for c in request.candidates if c.can_pull]
+    if not pulling:
+        return
+    request.sources, fingerprint = find_sources(pool, hits)
+    for c in pulling:
+        if pool.workers[c.worker].fingerprint != fingerprint:
+            c.can_pull = False
+
+
+def _add_others(candidates: list[Candidate], others: OthersLoad) -> None:
+    """Add what other gateways have in flight; whose blocks are shared nobody tells."""
+    for c in candidates:
+        load = others.of(c.worker)
+        if load is not None:
+            c.in_flight += load.in_flight
+            c.queued_tokens += load.queued_tokens
+            c.queued_s += load.queued_s
+            c.context_tokens += load.context_tokens
+            c.active_tokens += load.context_tokens
+            c.progress_at_s = max(c.progress_at_s, load.progress_at_s)
+            c.restore_until_s = max(c.restore_until_s, load.restore_until_s)
 
 
 def _credit(plan: Plan) -> dict[str, int]:
@@ -84,31 +178,6 @@ def _credit(plan: Plan) -> dict[str, int]:
     return tokens
 
 
-def _candidate(
-    worker: Worker, now_s: float, hashes: Sequence[BlockHash], num_blocks: int
-) -> Candidate:
-    """Read the books and the health of one worker."""
-    books, health = worker.books, worker.health
-    capacity_tokens, active_tokens = worker.capacity_tokens, books.active_tokens
-    # Blocks shared with requests in flight matter only where memory is short.
-    new_tokens = num_blocks * books.block_size
-    if (
-        capacity_tokens
-        and active_tokens + new_tokens + OUTPUT_ALLOWANCE_TOKENS > MEMORY_FILL * capacity_tokens
-    ):
-        new_tokens -= books.common_tokens(hashes)
-    # By position, in the order of the fields: names would be half of the time spent here.
-    return Candidate(
-        worker.id, True, "ok", "text", 0, 0, 0, 0, 0,
-        books.in_flight, books.queued_tokens, books.queued_s, books.context_tokens,
-        books.progress_at_s, active_tokens, new_tokens, books.restore_until_s,
-        worker.max_batched_tokens, capacity_tokens, 0, 0.0, worker.cpu_capacity_tokens, 0, 0.0,
-        health.bias(now_s) if health.failures else 1.0,
-        books.overdue_s(now_s) if books.awaited else 0.0,
-        worker.learner.model,
-    )  # fmt: skip
-
-
 def _lend_models(candidates: list[Candidate]) -> None:
     """Let a worker nobody measured borrow its pool's highest constants."""
     models = [c.model for c in candidates]
@@ -120,37 +189,39 @@ def _lend_models(candidates: list[Candidate]) -> None:
             c.model = c.model or borrowed
 
 
-def _read_cache(
-    index: Index, worker: Worker, c: Candidate, now_s: float, prompt_tokens: int
-) -> None:
-    """Fill in what is held; the age only where this request makes the engine evict."""
-    c.held_tokens = index.held_blocks(worker.id) * index.block_size
-    if c.cpu_capacity_tokens:
-        c.cpu_held_tokens = index.held_blocks(worker.id, "cpu") * index.block_size
-    # At most this much is needed; choose() computes it exactly.
-    demand = prompt_tokens + OUTPUT_ALLOWANCE_TOKENS + c.queued_tokens
-    if c.held_tokens + demand > EVICTION_FILL * c.capacity_tokens:
-        c.lru_age_s = worker.mirror.oldest_age_s(now_s, partial(index.holds, worker.id, tier="gpu"))
-        # The CPU tier's own order is not told; its oldest block is at least as old.
-        c.cpu_age_s = c.lru_age_s
+def _read_ages(index: Index, worker: Worker, c: Candidate, now_s: float) -> None:
+    """Fill in the age of what the engine would evict; only for whom it has to."""
+    c.lru_age_s = worker.mirror.oldest_age_s(now_s, partial(index.holds, worker.id, tier="gpu"))
+    # The CPU tier's own order is not told; its oldest block is at least as old.
+    c.cpu_age_s = c.lru_age_s
 
 
-def _why(worker: Worker, now_s: float, exclude: Collection[str]) -> str:
+def _why(worker: Worker, now_s: float, exclude: Collection[str], adapter: str) -> str:
     """Say whether a worker may be chosen, and why not."""
     if worker.draining:
         return "draining"
     if worker.id in exclude:
         return "excluded"
+    if adapter and adapter not in worker.adapters:
+        return "adapter"
     if not worker.health.ready:
         return "not_ready"
-    return "ok" if worker.health.may_route(now_s) else "ejected"
+    if not worker.health.may_route(now_s):
+        return "ejected"
+    return "fingerprint" if worker.is_apart else "ok"
 
 
-def _panic(candidates: list[Candidate]) -> None:
-    """Health ejects nobody when nobody else would be left."""
+def _relent(candidates: list[Candidate]) -> None:
+    """Nobody is left out for a doubt when nobody else would be left.
+
+    First those come back that only differ from the pool's other workers, then those that seem ill.
+    """
     for c in candidates:
         if c.eligible:
             return
-    for c in candidates:
-        if c.why in ("not_ready", "ejected"):
-            c.eligible, c.why = True, "panic"
+    for whys, relented in ((("fingerprint",), "apart"), (_PANIC, "panic")):
+        doubtful = [c for c in candidates if c.why in whys]
+        for c in doubtful:
+            c.eligible, c.why = True, relented
+        if doubtful:
+            return

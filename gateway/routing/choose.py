@@ -13,14 +13,8 @@ from typing import Literal
 
 import msgspec
 
-from gateway.routing.cost import (
-    Candidate,
-    CostModel,
-    Estimate,
-    estimate_s,
-    estimate_token_requests,
-    prefill_s,
-)
+from gateway.routing.cost import Candidate, CostModel, Estimate, Source, prefill_s
+from gateway.routing.prices import Prices
 
 __all__ = [
     "Candidate",
@@ -29,11 +23,10 @@ __all__ = [
     "Estimate",
     "Reason",
     "RouteInput",
+    "Source",
     "choose",
 ]
 
-# Two costs closer than this are the same number computed in another order.
-TIE = 1e-12
 # A home wins against a candidate that is cheaper by no more than this. Wider ties cost TTFT.
 NEAR_RATIO = 0.10
 NEAR_S = 0.020
@@ -56,6 +49,7 @@ class Reason(StrEnum):
     HOME = "home"  # nearly the least cost, and the home of a prompt nobody holds
     SIBLING = "sibling"  # a request with the same cold prefix is being computed there
     UNCALIBRATED = "uncalibrated"  # a candidate's speed is unknown: (u + Qtok) * (n + 1)
+    LEAST_LOAD = "least_load"  # routing.mode: least_load, the rule is switched off
     STRICT_HOME = "strict_home"  # affinity: strict, first of the ring
     STRICT_SPILL = "strict_spill"  # affinity: strict, those before it were above the load bound
     NO_TOKENS_HOME = "no_tokens_home"  # prompt or index unreadable, first of the ring
@@ -69,19 +63,24 @@ class RouteInput(msgspec.Struct):
         now_s: Decision time, on the clock of the candidates' times.
         prompt_tokens: Prompt length (``L``), exact or estimated.
         candidates: All workers of the pool, eligible or not.
-        mode: ``cost``; ``strict`` and ``text`` go by the ring with bounded load.
+        mode: ``cost``; ``strict`` and ``text`` go by the ring with bounded load; ``least_load`` by
+            requests in flight alone.
         output_tokens: Mean completion length (``E_out``).
         home: The key's home workers in ring order; may be left empty when the prompt is held.
         ring: All workers in ring order from the key on; read by ``strict`` and ``text`` only.
+        sources: Who could hand over KV of this prompt to the candidates that can pull.
+        draws: Positions of candidates drawn at random; empty = all candidates are compared.
     """
 
     now_s: float
     prompt_tokens: int
     candidates: list[Candidate]
-    mode: Literal["cost", "strict", "text"] = "cost"
+    mode: Literal["cost", "strict", "text", "least_load"] = "cost"
     output_tokens: float = 200.0
     home: list[str] = []
     ring: list[str] = []
+    sources: list[Source] = []
+    draws: list[int] = []
 
 
 class Decision(msgspec.Struct):
@@ -90,16 +89,18 @@ class Decision(msgspec.Struct):
     Attributes:
         worker: Chosen worker id; None when nobody is eligible.
         reason: Why this one.
-        source: Where its hit tokens come from (the candidate's ``source``).
-        hit_tokens: Predicted hit tokens on it.
+        source: Where the hit tokens that are not on its device come from, or ``recompute``; as
+            ``Estimate.source``.
+        hit_tokens: Predicted hit tokens on it, those it pulls included.
         ttft_s: Predicted TTFT on it; None when nothing is calibrated.
         unit: Unit of all costs: ``seconds``, or ``token_requests`` while a speed is unknown.
         tied: Workers that shared the least cost, in the candidates' order.
-        candidates: One estimate per candidate of the input, in its order.
         input: What was read.
         rotation: Tie breaker that was used.
         cold: Whether pending siblings counted: no eligible worker holds half of the prompt.
         position: Index of the chosen worker among the candidates; -1 when nobody was chosen.
+        chosen: Its estimate.
+        mode: How its hits are known (the candidate's ``mode``).
     """
 
     worker: str | None
@@ -109,15 +110,31 @@ class Decision(msgspec.Struct):
     ttft_s: float | None
     unit: Literal["seconds", "token_requests"]
     tied: list[str]
-    candidates: list[Estimate]
     input: RouteInput
     rotation: int
     cold: bool = True
     position: int = -1
+    chosen: Estimate | None = None
+    mode: str = ""
+
+    @property
+    def candidates(self) -> list[Estimate]:
+        """One estimate per candidate of the input, in its order.
+
+        O(candidates) each time it is asked for: the choice itself prices only the contenders.
+        """
+        hits = _hits(self.input.candidates, credited=self.cold)
+        return Prices(self.input, hits, in_seconds=self.unit == "seconds").all()
+
+    @property
+    def pull_tokens(self) -> int:
+        """Tokens that the chosen worker is to fetch from ``source``."""
+        return 0 if self.chosen is None else self.chosen.pull_tokens
 
     def to_json(self) -> bytes:
-        """Encode the decision with its whole input."""
-        return msgspec.json.encode(self)
+        """Encode the decision with its whole input and every candidate's estimate."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return msgspec.json.encode(fields | {"candidates": self.candidates})
 
     @staticmethod
     def from_json(data: bytes) -> Decision:
@@ -130,9 +147,9 @@ class Decision(msgspec.Struct):
         Raises:
             LookupError: If no worker was chosen.
         """
-        if self.position < 0:
+        if self.chosen is None:
             raise LookupError("no worker was chosen")
-        return self.candidates[self.position]
+        return self.chosen
 
 
 def choose(request: RouteInput, *, rotation: int = 0) -> Decision:
@@ -143,136 +160,133 @@ def choose(request: RouteInput, *, rotation: int = 0) -> Decision:
         rotation: Breaks exact ties: the caller counts it up from request to request.
     """
     candidates = request.candidates
-    eligible = []
-    calibrated = True
-    longest = 0
-    for i, c in enumerate(candidates):
-        if c.eligible:
-            eligible.append(i)
-            if c.hit_tokens > longest:
-                longest = c.hit_tokens
-            # One unknown speed among the eligible puts all of them into the unit that needs none.
-            calibrated = calibrated and c.model is not None
+    eligible = [i for i, c in enumerate(candidates) if c.eligible]
+    hits = _hits(candidates, credited=False)
+    longest = _longest(hits, eligible)
     cold = 2 * longest < request.prompt_tokens
-    estimates = _estimates(request, credited=cold, in_seconds=calibrated)
+    if cold:
+        hits = _hits(candidates, credited=True)
     if not eligible:
         return Decision(
-            None,
-            Reason.NO_CANDIDATE,
-            "",
-            0,
-            None,
-            "seconds",
-            [],
-            estimates,
-            request,
-            rotation,
-            cold,
+            None, Reason.NO_CANDIDATE, "", 0, None, "seconds", [], request, rotation, cold
         )
-    tied = _least(estimates, eligible)
-    if len(eligible) == 1:
-        chosen, reason = eligible[0], Reason.ONLY_CANDIDATE
-    elif request.mode != "cost":
-        chosen, reason = _by_ring(request, eligible)
+    # One unknown speed among the eligible puts all of them into the unit that needs none.
+    calibrated = None not in [candidates[i].model for i in eligible]
+    prices = Prices(request, hits, in_seconds=calibrated)
+    if request.mode == "least_load":
+        tied = _least_loaded(candidates, eligible)
+        chosen, reason = tied[rotation % len(tied)], Reason.LEAST_LOAD
     else:
-        chosen, reason = _by_cost(
-            request, eligible, estimates, tied[rotation % len(tied)], cold, calibrated
-        )
-    estimate = estimates[chosen]
+        if request.draws:
+            eligible = compared_positions(request)
+        tied = prices.least(eligible)
+        if len(eligible) == 1:
+            chosen, reason = eligible[0], Reason.ONLY_CANDIDATE
+        elif request.mode != "cost":
+            chosen, reason = _by_ring(request, eligible)
+        else:
+            chosen, reason = _by_cost(request, eligible, prices, tied[rotation % len(tied)], cold)
+    estimate = prices[chosen]
     return Decision(
         estimate.worker,
         reason,
-        candidates[chosen].source,
+        estimate.source,
         estimate.hit_tokens,
         estimate.ttft_s if calibrated else None,
         "seconds" if calibrated else "token_requests",
-        [estimates[i].worker for i in tied],
-        estimates,
+        [candidates[i].worker for i in tied],
         request,
         rotation,
         cold,
         chosen,
+        estimate,
+        candidates[chosen].mode,
     )
 
 
-def _estimates(request: RouteInput, *, credited: bool, in_seconds: bool) -> list[Estimate]:
-    """Price all candidates in one unit."""
-    estimates = []
-    now_s, prompt_tokens = request.now_s, request.prompt_tokens
-    for c in request.candidates:
-        hit = c.hit_tokens
-        if credited and c.pending_tokens > hit:
-            hit = c.pending_tokens
-        if in_seconds and c.model is not None:
-            estimate = estimate_s(c, c.model, now_s, prompt_tokens, hit, request.output_tokens)
-        else:
-            estimate = estimate_token_requests(c, prompt_tokens, hit)
-        estimates.append(estimate)
-    return estimates
+def _hits(candidates: list[Candidate], *, credited: bool) -> list[int]:
+    """Return the tokens counted as held by each candidate, with or without pending credit."""
+    hits = [c.hit_gpu + c.hit_cpu + c.hit_disk + c.hit_remote for c in candidates]
+    if credited:
+        pending = [c.pending_tokens for c in candidates]
+        if any(pending):
+            return list(map(max, hits, pending))
+    return hits
 
 
-def _least(estimates: list[Estimate], eligible: list[int]) -> list[int]:
-    """Return the eligible candidates that share the least cost."""
-    best = float("inf")
-    tied: list[int] = []
-    for i in eligible:
-        cost = estimates[i].cost
-        if cost < best - TIE:
-            best, tied = cost, [i]
-        elif cost <= best + TIE:
-            tied.append(i)
-    return tied
+def _longest(hits: list[int], positions: list[int]) -> int:
+    """Return the longest hit at some positions, 0 without any."""
+    if len(positions) == len(hits):
+        return max(hits, default=0)
+    return max([hits[i] for i in positions], default=0)
+
+
+def compared_positions(request: RouteInput) -> list[int]:
+    """Return the positions of the candidates that a choice compares: the eligible, or a sample.
+
+    Gateways that all see the same old load must not all run to the same idle worker. Compared are
+    then those who hold more than half of the best match and a quarter of the prompt, the home, and
+    the random draws.
+    """
+    candidates = request.candidates
+    eligible = [i for i, c in enumerate(candidates) if c.eligible]
+    if not request.draws or request.mode != "cost" or len(eligible) < 2:
+        return eligible
+    hits = _hits(candidates, credited=False)
+    best = _longest(hits, eligible)
+    draws, home = set(request.draws), set(request.home)
+    compared = [
+        i
+        for i in eligible
+        if i in draws
+        or (2 * hits[i] > best and 4 * hits[i] > request.prompt_tokens)
+        or candidates[i].worker in home
+    ]
+    return compared or eligible
+
+
+def _least_loaded(candidates: list[Candidate], eligible: list[int]) -> list[int]:
+    """Return the eligible candidates with the fewest requests, then queued tokens, in flight."""
+    loads = [(candidates[i].in_flight, candidates[i].queued_tokens) for i in eligible]
+    least = min(loads)
+    return [i for i, load in zip(eligible, loads, strict=True) if load == least]
 
 
 def _by_cost(
-    request: RouteInput,
-    eligible: list[int],
-    estimates: list[Estimate],
-    least: int,
-    cold: bool,
-    calibrated: bool,
+    request: RouteInput, eligible: list[int], prices: Prices, least: int, cold: bool
 ) -> tuple[int, Reason]:
     """Take the least cost, unless a sibling's worker or the home is as good for the fleet."""
     if cold:
-        sibling = _sibling(request, eligible, estimates, estimates[least].cost, calibrated)
+        sibling = _sibling(request, eligible, prices, prices[least].cost)
         if sibling is not None:
             return sibling, Reason.SIBLING
-    longest = max([estimates[i].hit_tokens for i in eligible])
+    longest = _longest(prices.hits, eligible)
     if 4 * longest < request.prompt_tokens:
-        home = _home(request, eligible, estimates, estimates[least].cost, calibrated)
+        home = _home(request, eligible, prices, prices[least].cost)
         if home is not None:
             return home, Reason.HOME
-    if not calibrated:
+    if not prices.in_seconds:
         return least, Reason.UNCALIBRATED
-    if longest and estimates[least].hit_tokens == longest:
+    if longest and prices.hits[least] == longest:
         return least, Reason.LONGEST_PREFIX
     return least, Reason.LEAST_COST
 
 
-def _home(
-    request: RouteInput,
-    eligible: list[int],
-    estimates: list[Estimate],
-    least: float,
-    calibrated: bool,
-) -> int | None:
+def _home(request: RouteInput, eligible: list[int], prices: Prices, least: float) -> int | None:
     """Return the first home worker whose cost is nearly the least."""
+    if not request.home:
+        return None
     near = NEAR_RATIO * least
-    limit = least + (min(near, NEAR_S) if calibrated else near)
+    limit = least + (min(near, NEAR_S) if prices.in_seconds else near)
+    at = {request.candidates[i].worker: i for i in eligible}
     for worker in request.home:
-        for i in eligible:
-            if estimates[i].worker == worker and estimates[i].cost <= limit:
-                return i
+        i = at.get(worker)
+        if i is not None and prices[i].cost <= limit:
+            return i
     return None
 
 
-def _sibling(
-    request: RouteInput,
-    eligible: list[int],
-    estimates: list[Estimate],
-    least: float,
-    calibrated: bool,
-) -> int | None:
+def _sibling(request: RouteInput, eligible: list[int], prices: Prices, least: float) -> int | None:
     """Return the worker that computes at least half of this prompt, unless it has become too dear.
 
     What is dearer there is weighed against the prefill that a second copy costs the fleet.
@@ -281,13 +295,13 @@ def _sibling(
     leaders = [i for i in eligible if 2 * candidates[i].pending_tokens >= request.prompt_tokens]
     if not leaders:
         return None
-    best = min(leaders, key=lambda i: estimates[i].cost)
-    c, estimate = candidates[best], estimates[best]
-    if calibrated and c.model is not None:
+    best = min(leaders, key=lambda i: prices[i].cost)
+    c, estimate = candidates[best], prices[best]
+    if prices.in_seconds and c.model is not None:
         whole_s = prefill_s(c.model, request.prompt_tokens, request.prompt_tokens)
         affordable = least + SIBLING_SHARE * (whole_s - estimate.prefill_s)
         return best if estimate.cost <= affordable else None
-    work = {i: estimates[i].uncached_tokens + candidates[i].queued_tokens for i in eligible}
+    work = {i: prices[i].uncached_tokens + candidates[i].queued_tokens for i in eligible}
     saved = SIBLING_SHARE * (request.prompt_tokens - estimate.uncached_tokens)
     room = c.in_flight < MAX_UNCALIBRATED_SIBLINGS
     return best if room and work[best] <= min(work.values()) + saved else None

@@ -9,7 +9,7 @@ Source: the routing simulation behind the design, section 5 ("ours*").
 
 from __future__ import annotations
 
-from math import ceil, exp2
+from math import exp2
 
 import msgspec
 
@@ -30,6 +30,8 @@ HALF_LIFE_S = 300.0
 RESTORE_OVERLAP = 0.3
 # vLLM's token budget of one step on large GPUs; engines do not export it.
 MAX_BATCHED_TOKENS = 8192
+# Id of the shared store among the sources of a pull; no worker id starts so.
+STORE = "@store"
 
 
 class CostModel(msgspec.Struct, frozen=True, gc=False):
@@ -65,7 +67,7 @@ class Candidate(msgspec.Struct, gc=False):
         worker: Worker id.
         eligible: Whether it may be chosen; ``why`` says why (not).
         why: Bounded: ok, panic, excluded, draining, ejected, not_ready.
-        source: Where its hits come from: exact (events), approximate (own routings), text (none).
+        mode: How its hits are known: exact (events), approximate (own routings), text (not at all).
         hit_gpu: Matched prefix tokens held on the device, and so on per tier.
         pending_tokens: Leading tokens that a cold sibling in flight there is computing.
         in_flight: Requests routed there and not finished (``n``).
@@ -84,15 +86,19 @@ class Candidate(msgspec.Struct, gc=False):
         cpu_capacity_tokens: Size of the CPU tier; 0 = there is none.
         cpu_held_tokens: Tokens in it.
         cpu_age_s: Age of the block it would drop next.
-        bias: Health factor on the cost, 1 = healthy.
+        bias: Health factor on the cost; 1 = healthy, never less.
         overdue_s: How late the oldest first token there is against its prediction.
         model: Cost constants; None = nothing is known about this worker.
+        can_pull: Whether it can fetch KV from the request's ``sources``.
+        pull_rates: Measured tokens/s from each source; ``""`` is the mean over them. Shared with
+            whoever measures, hence never changed in place.
+        in_busy_until_s: When the pulls booked on its network link end.
     """
 
     worker: str
     eligible: bool = True
     why: str = "ok"
-    source: str = "exact"
+    mode: str = "exact"
     hit_gpu: int = 0
     hit_cpu: int = 0
     hit_disk: int = 0
@@ -116,11 +122,28 @@ class Candidate(msgspec.Struct, gc=False):
     bias: float = 1.0
     overdue_s: float = 0.0
     model: CostModel | None = None
+    can_pull: bool = False
+    pull_rates: dict[str, float] = {}
+    in_busy_until_s: float = 0.0
 
     @property
     def hit_tokens(self) -> int:
         """Matched prefix tokens in any tier."""
         return self.hit_gpu + self.hit_cpu + self.hit_disk + self.hit_remote
+
+
+class Source(msgspec.Struct, gc=False):
+    """Who could hand over the KV of the leading tokens of a prompt.
+
+    Attributes:
+        worker: Worker id, or ``STORE``.
+        tokens: Leading tokens it has where it can hand them over.
+        busy_until_s: When the pulls booked on its network link end.
+    """
+
+    worker: str
+    tokens: int
+    busy_until_s: float = 0.0
 
 
 class Estimate(msgspec.Struct, gc=False):
@@ -131,17 +154,21 @@ class Estimate(msgspec.Struct, gc=False):
 
     Attributes:
         worker: Worker id.
-        hit_tokens: Prompt tokens counted as held (matched, or pending in a sibling).
+        hit_tokens: Prompt tokens counted as held (matched, pending in a sibling, or pulled).
         uncached_tokens: Prompt tokens to prefill (``u``).
         queue_s: ``W``, wait for the work routed before.
         prefill_s: ``P``, own prefill.
         interleave_s: ``I``, decode steps that share the prefill's steps.
-        restore_s: ``R``, restore as far as it does not overlap with the queue.
+        restore_s: ``R``, restore or pull as far as it does not overlap with the queue.
         interference_s: ``G``, slowdown of running decodes and of the own decode.
         memory_s: ``M``, KV memory that is not there.
         eviction_s: ``E``, blocks evicted that others would reuse.
         cost: What is compared: the sum, times the health bias, plus the lateness.
         restore_link_s: Seconds that the restore keeps the worker's link busy.
+        source: Where the tokens that are not on the device come from: ``own`` (its own tiers),
+            ``recompute``, ``peer:ID``, ``store``.
+        pull_tokens: Tokens fetched from a peer or the store.
+        pull_link_s: Seconds that this keeps both network links busy.
     """
 
     worker: str
@@ -156,6 +183,9 @@ class Estimate(msgspec.Struct, gc=False):
     memory_s: float = 0.0
     eviction_s: float = 0.0
     restore_link_s: float = 0.0
+    source: str = "recompute"
+    pull_tokens: int = 0
+    pull_link_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
@@ -179,15 +209,28 @@ def queue_s(c: Candidate, now_s: float) -> float:
     return queued - min(progress, queued) if progress > 0.0 else queued
 
 
-def decode_step_s(model: CostModel, c: Candidate) -> float:
-    """Return the decode part of one step with the requests in flight, without the fixed part."""
-    return model.context_s * c.context_tokens + model.token_s * c.in_flight
+def work_s(
+    c: Candidate,
+    model: CostModel,
+    uncached_tokens: int,
+    prompt_tokens: int,
+    output_tokens: float,
+) -> tuple[float, float, float]:
+    """Return ``P, I, G``: the own prefill, what decodes add to it, and what it does to them.
 
-
-def interleave_s(model: CostModel, c: Candidate, uncached_tokens: int, decode_step: float) -> float:
-    """Return ``I``: each step of the queued prefills also carries the running decodes."""
-    steps = ceil((c.queued_tokens + uncached_tokens) / c.max_batched_tokens)
-    return steps * (model.step_s + decode_step)
+    Each step of the queued prefills also carries the running decodes; the prefill delays these,
+    and they slow the own decode. In one function since all three are needed for every candidate.
+    """
+    token_s = model.token_s
+    n = c.in_flight
+    own = token_s * uncached_tokens + model.attention_s * uncached_tokens * (
+        prompt_tokens - uncached_tokens / 2
+    )
+    step = model.context_s * c.context_tokens + token_s * n
+    # Whole steps, rounded up.
+    steps = -(-(c.queued_tokens + uncached_tokens) // c.max_batched_tokens)
+    own_decode = OWN_DECODE * output_tokens * step
+    return own, steps * (model.step_s + step), DECODE_INTERFERENCE * n * own + own_decode
 
 
 def restore_link_s(model: CostModel, c: Candidate) -> float:
@@ -203,21 +246,6 @@ def restore_s(c: Candidate, link_s: float, wait_s: float, now_s: float) -> float
     """Return ``R`` of who restores: link and its backlog, less where the queue is longer."""
     total_s = link_s + max(0.0, c.restore_until_s - now_s)
     return total_s * RESTORE_OVERLAP if total_s < wait_s else total_s
-
-
-def interference_s(
-    c: Candidate, own_prefill_s: float, decode_step: float, output_tokens: float
-) -> float:
-    """Return ``G``: the prefill delays the running decodes, and they the own decode."""
-    own_decode = OWN_DECODE * output_tokens * decode_step
-    return DECODE_INTERFERENCE * c.in_flight * own_prefill_s + own_decode
-
-
-def memory_s(model: CostModel, c: Candidate) -> float:
-    """Return ``M``: what does not fit into the KV memory will wait for others to finish."""
-    demand = c.active_tokens + c.new_tokens + OUTPUT_ALLOWANCE_TOKENS
-    missing = demand - MEMORY_FILL * c.capacity_tokens
-    return model.token_s * missing if missing > 0 else 0.0
 
 
 def evicted_tokens(c: Candidate, uncached_tokens: int) -> float:
@@ -262,24 +290,28 @@ def estimate_s(
     """
     # At least one token is always computed: the engine needs its logits.
     uncached = prompt_tokens - hit_tokens if prompt_tokens > hit_tokens else 1
-    wait = queue_s(c, now_s)
-    own = prefill_s(model, uncached, prompt_tokens)
-    step = decode_step_s(model, c)
-    shared = interleave_s(model, c, uncached, step)
-    others = interference_s(c, own, step, output_tokens)
+    own, shared, others = work_s(c, model, uncached, prompt_tokens, output_tokens)
+    # What is 0 for most candidates is not called for: a call costs as much as a term.
+    wait = queue_s(c, now_s) if c.queued_s else 0.0
     link = restore = memory = eviction = 0.0
-    if c.hit_tokens != c.hit_gpu:
+    lower = c.hit_cpu + c.hit_disk + c.hit_remote
+    if lower:
         link = restore_link_s(model, c)
         restore = restore_s(c, link, wait, now_s)
-    if c.capacity_tokens:
-        memory = memory_s(model, c)
-        eviction = eviction_s(model, c, uncached)
+    capacity = c.capacity_tokens
+    if capacity:
+        demand = c.active_tokens + c.new_tokens + OUTPUT_ALLOWANCE_TOKENS
+        if demand > MEMORY_FILL * capacity:
+            memory = model.token_s * (demand - MEMORY_FILL * capacity)
+        filled = c.held_tokens + c.queued_tokens + uncached + OUTPUT_ALLOWANCE_TOKENS
+        if filled > EVICTION_FILL * capacity:
+            eviction = eviction_s(model, c, uncached)
     cost = wait + own + shared + restore + others + memory + eviction
-    biased = cost * c.bias + c.overdue_s
     # By position, in the order of the fields: names would be a third of the time spent here.
     return Estimate(
-        c.worker, hit_tokens, uncached, biased,
+        c.worker, hit_tokens, uncached, cost * c.bias + c.overdue_s,
         wait, own, shared, restore, others, memory, eviction, link,
+        "own" if lower or c.hit_gpu else "recompute",
     )  # fmt: skip
 
 
@@ -290,4 +322,7 @@ def estimate_token_requests(c: Candidate, prompt_tokens: int, hit_tokens: int) -
     """
     uncached = prompt_tokens - hit_tokens if prompt_tokens > hit_tokens else 1
     cost = float((uncached + c.queued_tokens) * (c.in_flight + 1))
-    return Estimate(c.worker, hit_tokens, uncached, cost * c.bias)
+    estimate = Estimate(c.worker, hit_tokens, uncached, cost * c.bias)
+    if c.hit_tokens:
+        estimate.source = "own"
+    return estimate

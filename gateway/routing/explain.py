@@ -6,12 +6,13 @@ be taken again from its JSON: ``decide_again(explain) == explain["decision"]``.
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from gateway.routing.advice import advice_of
-from gateway.routing.choose import Decision, RouteInput, choose
+from gateway.routing.choose import Decision, RouteInput, choose, compared_positions
 from gateway.routing.segments import layout_of, observe
 from prefix_index.segments import Found, stable_tokens
 
@@ -45,6 +46,7 @@ def explain_json(
         layout = layout_of(plan)
     observe(plan)
     prompt = plan.prompt
+    compared = frozenset(compared_positions(decision.input))
     return {
         "request_id": plan.inbound.request_id,
         "model": plan.inbound.model,
@@ -68,11 +70,21 @@ def explain_json(
             "home": plan.home,
         },
         "candidates": [
-            _candidate(c, e, seconds=decision.unit == "seconds" and c.model is not None)
-            for c, e in zip(decision.input.candidates, decision.candidates, strict=True)
+            _candidate(
+                c,
+                e,
+                seconds=decision.unit == "seconds" and c.model is not None,
+                is_compared=position in compared,
+            )
+            for position, (c, e) in enumerate(
+                zip(decision.input.candidates, decision.candidates, strict=True)
+            )
         ],
         "decision": _decision(decision),
-        "state": {"index_age_s": _index_age_s(plan, decision), "load_age_s": 0.0},
+        "state": {
+            "index_age_s": _index_age_s(plan, decision),
+            "load_age_s": _load_age_s(plan, decision),
+        },
         "unread": plan.unread,
         "input": msgspec.to_builtins(decision.input),
         "rotation": decision.rotation,
@@ -94,6 +106,8 @@ def _decision(decision: Decision) -> dict[str, Any]:
         "worker": decision.worker,
         "reason": str(decision.reason),
         "source": decision.source,
+        "mode": decision.mode,
+        "pull_tokens": decision.pull_tokens,
         "hit_tokens": decision.hit_tokens,
         "ttft_s": decision.ttft_s,
         "unit": decision.unit,
@@ -121,7 +135,7 @@ def _volatile(span: Volatile) -> dict[str, Any]:
     return out
 
 
-def _candidate(c: Candidate, e: Estimate, *, seconds: bool) -> dict[str, Any]:
+def _candidate(c: Candidate, e: Estimate, *, seconds: bool, is_compared: bool) -> dict[str, Any]:
     terms = {
         "W": e.queue_s,
         "P": e.prefill_s,
@@ -134,6 +148,7 @@ def _candidate(c: Candidate, e: Estimate, *, seconds: bool) -> dict[str, Any]:
     return {
         "worker": c.worker,
         "eligible": c.eligible,
+        "compared": is_compared,
         "reason": c.why,
         "hit_tokens": {
             "gpu": c.hit_gpu,
@@ -146,7 +161,9 @@ def _candidate(c: Candidate, e: Estimate, *, seconds: bool) -> dict[str, Any]:
         "restore_s": e.restore_s if seconds else None,
         "prefill_s": e.prefill_s if seconds else None,
         "cost_s": e.cost if seconds else None,
-        "source": c.source,
+        "source": e.source,
+        "pull_tokens": e.pull_tokens,
+        "mode": c.mode,
         "terms": terms if seconds else {"token_requests": e.cost},
     }
 
@@ -159,3 +176,10 @@ def _index_age_s(plan: Plan, decision: Decision) -> float | None:
         if worker.mode == "exact" and worker.last_event_s is not None
     ]
     return max(0.0, decision.input.now_s - max(events)) if events else None
+
+
+def _load_age_s(plan: Plan, decision: Decision) -> float | None:
+    """Age of the view of other gateways' load; None while they cannot be heard."""
+    others = plan.pool.others
+    age_s = 0.0 if others is None else others.age_s(decision.input.now_s)
+    return age_s if isfinite(age_s) else None

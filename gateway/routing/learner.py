@@ -8,22 +8,14 @@ odd measurements can turn the routing upside down.
 
 from __future__ import annotations
 
-from statistics import median
+from math import isfinite
+from typing import Literal
+
+import msgspec
 
 from gateway.routing.cost import CostModel
+from gateway.routing.fit import MAX_DRIFT, FitState, TwoTermFit, bounded
 
-# Observations whose median gives the start: one compile or cold file cache must not decide it.
-START_OBSERVATIONS = 5
-# Start this much above the median.
-START_MARGIN = 1.25
-# A constant never leaves [start / MAX_DRIFT, start * MAX_DRIFT].
-MAX_DRIFT = 4.0
-# An observation counts as at most this multiple (at least this fraction) of the prediction.
-MAX_SURPRISE = 2.0
-# Memory of the fit: about 20 observations.
-DECAY = 0.95
-# How many observations the start is worth, so that equal prompts cannot make the fit degenerate.
-PRIOR_WEIGHT = 0.5
 # Attention against linear prefill work, per context token. Llama 8B on an H100: 3.6e-5, a 135M
 # model: 2.6e-4; the allowed drift covers both.
 ATTENTION_RATIO = 1e-4
@@ -38,63 +30,56 @@ MIN_GAPS = 4
 # Weight of one completion in the mean completion length, and its start.
 OUTPUT_ALPHA = 0.01
 OUTPUT_START_TOKENS = 200.0
+# No model writes more at once.
+MAX_OUTPUT_TOKENS = 1e7
 
 
-class TwoTermFit:
-    """Fit ``y = k0 * x0 + k1 * x1`` with positive, bounded constants; robust and forgetful.
+# Fewer restored tokens than this measure overheads.
+MIN_RESTORED_TOKENS = 512
+# A restore shorter than this share of the rest drowns in the rest's own scatter.
+MIN_RESTORE_SHARE = 0.2
+# At least this share of the TTFT is believed to have been the transfer, or a lucky prefill would
+# make a link infinitely fast.
+MIN_TRANSFER_SHARE = 0.05
+# Weight of one transfer in a rate, by which an observation is at most MAX_RATE_SURPRISE off.
+RATE_ALPHA = 0.25
+MAX_RATE_SURPRISE = 4.0
+# Sources remembered per worker; the one measured longest ago leaves.
+MAX_SOURCES = 256
+# Rates outside are no links: a token a second, and a TB/s of small KV.
+MIN_RATE = 1.0
+MAX_RATE = 1e9
 
-    Minimises relative errors, so that long prompts do not drown short ones.
 
-    Args:
-        ratio: ``k1 / k0`` before anything is known.
-        start: Constants to start from; None = from the first observations.
+class LearnerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a learner knows, as written by ``to_json``.
+
+    Attributes:
+        v: Version of this form.
+        prefill: Fit of the prefill constants.
+        decode: Fit of the decode constants.
+        restore: Multiples of the starting restore rates: CPU, disk, remote.
+        pulls: Measured tokens/s by source; ``""`` is the mean.
     """
 
-    def __init__(self, ratio: float, start: tuple[float, float] | None = None) -> None:
-        self.constants = start
-        self._start = start
-        self._ratio = ratio
-        self._scales: list[float] = []
-        self._x00 = self._x01 = self._x11 = self._y0 = self._y1 = 0.0
+    v: Literal[1] = 1
+    prefill: FitState = FitState()
+    decode: FitState = FitState()
+    restore: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    pulls: dict[str, float] = {}
 
-    def observe(self, x0: float, x1: float, y: float) -> None:
-        """Take one observation; all three must be positive (``x1`` may be 0)."""
-        if self._start is None or 0 < len(self._scales) < START_OBSERVATIONS:
-            self._scales.append(y / (x0 + self._ratio * x1))
-            k0 = median(self._scales) * START_MARGIN
-            self._start = self.constants = (k0, k0 * self._ratio)
-            return
-        self._refine(self._start, self.constants or self._start, x0, x1, y)
+    def __post_init__(self) -> None:
+        """Check the numbers.
 
-    def _refine(
-        self,
-        start: tuple[float, float],
-        constants: tuple[float, float],
-        x0: float,
-        x1: float,
-        y: float,
-    ) -> None:
-        k0, k1 = constants
-        predicted = k0 * x0 + k1 * x1
-        y = min(max(y, predicted / MAX_SURPRISE), predicted * MAX_SURPRISE) / predicted
-        x0, x1 = x0 / predicted, x1 / predicted
-        self._x00 = DECAY * self._x00 + x0 * x0
-        self._x01 = DECAY * self._x01 + x0 * x1
-        self._x11 = DECAY * self._x11 + x1 * x1
-        self._y0 = DECAY * self._y0 + x0 * y
-        self._y1 = DECAY * self._y1 + x1 * y
-        self.constants = self._solve(*start)
-
-    def _solve(self, s0: float, s1: float) -> tuple[float, float]:
-        """Least squares in multiples of the start, pulled towards 1 by the prior."""
-        a = self._x00 * s0 * s0 + PRIOR_WEIGHT
-        b = self._x01 * s0 * s1
-        d = self._x11 * s1 * s1 + PRIOR_WEIGHT
-        p = self._y0 * s0 + PRIOR_WEIGHT
-        q = self._y1 * s1 + PRIOR_WEIGHT
-        determinant = a * d - b * b
-        m0, m1 = (p * d - q * b) / determinant, (a * q - b * p) / determinant
-        return s0 * _bounded(m0), s1 * _bounded(m1)
+        Raises:
+            ValueError: If one cannot be.
+        """
+        if not all(1 / MAX_DRIFT <= k <= MAX_DRIFT for k in self.restore):
+            raise ValueError(f"restore rates must be within a factor of {MAX_DRIFT} of the start")
+        if len(self.pulls) > MAX_SOURCES + 1:
+            raise ValueError(f"there are more than {MAX_SOURCES} measured sources")
+        if not all(MIN_RATE <= rate <= MAX_RATE for rate in self.pulls.values()):
+            raise ValueError(f"a source's tokens/s must be from {MIN_RATE:g} to {MAX_RATE:g}")
 
 
 class Learner:
@@ -102,11 +87,15 @@ class Learner:
 
     Attributes:
         model: Current constants; None until the first usable prefill was seen.
+        pull_rates: Measured tokens/s from each source of pulls; ``""`` is the mean over them.
+            Replaced, never changed, so that it may be read later.
     """
 
     def __init__(self, start: CostModel | None = None) -> None:
         self.model = start
-        self._rates = start
+        self.pull_rates: dict[str, float] = {}
+        self._restore = [1.0, 1.0, 1.0]
+        self._start = start
         self._prefill = TwoTermFit(
             ATTENTION_RATIO, None if start is None else (start.token_s, start.attention_s)
         )
@@ -151,23 +140,128 @@ class Learner:
         self._decode.observe(1.0, context_tokens, max(gap_s - compute_s, gap_s / MAX_DRIFT))
         self._update()
 
+    def observe_restore(
+        self, ttft_s: float, *, rest_s: float, cpu: int = 0, disk: int = 0, remote: int = 0
+    ) -> None:
+        """Learn the restore rates from one TTFT of a request that found lower-tier blocks.
+
+        Call it only for requests that found nothing queued, neither at the worker nor on its link,
+        and whose hit tokens were as predicted.
+
+        Args:
+            ttft_s: Observed TTFT.
+            rest_s: Predicted seconds of everything but the restore.
+            cpu: Tokens restored from the CPU tier, and so on.
+            disk: From the disk tier.
+            remote: From the remote tier.
+        """
+        model, tokens = self.model, (cpu, disk, remote)
+        if model is None or sum(tokens) < MIN_RESTORED_TOKENS:
+            return
+        rates = (
+            model.restore_cpu_tokens_per_s,
+            model.restore_disk_tokens_per_s,
+            model.restore_remote_tokens_per_s,
+        )
+        seconds = [n / rate for n, rate in zip(tokens, rates, strict=True)]
+        predicted_s = sum(seconds)
+        if not self._is_transfer(ttft_s, rest_s, predicted_s):
+            return
+        faster = predicted_s / max(ttft_s - rest_s, MIN_TRANSFER_SHARE * ttft_s)
+        for tier, tier_s in enumerate(seconds):
+            step = _surprise(faster) ** (RATE_ALPHA * tier_s / predicted_s)
+            self._restore[tier] = bounded(self._restore[tier] * step)
+        self._update()
+
+    def observe_pull_ttft(
+        self, ttft_s: float, source: str, *, rest_s: float, tokens: int, predicted_s: float
+    ) -> None:
+        """Learn a source's rate from one TTFT; as ``observe_restore``.
+
+        Args:
+            ttft_s: Observed TTFT.
+            source: Worker id, or ``STORE``.
+            rest_s: Predicted seconds of everything but the pull, its latency included.
+            tokens: Tokens pulled.
+            predicted_s: Seconds the pull was expected to take.
+        """
+        if self._is_transfer(ttft_s, rest_s, predicted_s):
+            own_s = max(ttft_s - rest_s, MIN_TRANSFER_SHARE * ttft_s)
+            self.observe_pull(source, tokens=tokens, seconds=own_s)
+
+    def observe_pull(self, source: str, *, tokens: int, seconds: float) -> None:
+        """Learn a source's rate from one pull that was timed, by us or by the worker itself.
+
+        Args:
+            source: Worker id, or ``STORE``.
+            tokens: Tokens that came.
+            seconds: How long they took.
+        """
+        if tokens < MIN_RESTORED_TOKENS or not seconds > 0.0 or not isfinite(seconds):
+            return
+        seen = min(max(tokens / seconds, MIN_RATE), MAX_RATE)
+        rates = dict(self.pull_rates)
+        for name in ("", source):
+            # An unmeasured source is as fast as the others until it is seen.
+            known = rates.get(name) or rates.get("")
+            rate = seen if known is None else known * _surprise(seen / known) ** RATE_ALPHA
+            rates.pop(name, None)
+            rates[name] = min(max(rate, MIN_RATE), MAX_RATE)
+        while len(rates) > MAX_SOURCES + 1:
+            del rates[next(name for name in rates if name)]
+        self.pull_rates = rates
+
+    def to_json(self) -> bytes:
+        """Return what was learned, for ``from_json`` after a restart."""
+        low, middle, high = self._restore
+        return msgspec.json.encode(
+            LearnerState(
+                prefill=self._prefill.state(),
+                decode=self._decode.state(),
+                restore=(low, middle, high),
+                pulls=self.pull_rates,
+            )
+        )
+
+    @staticmethod
+    def from_json(data: bytes, start: CostModel | None = None) -> Learner:
+        """Return a learner that goes on where another one was.
+
+        Args:
+            data: What ``to_json`` wrote.
+            start: Configured constants; they bound what was learned.
+
+        Raises:
+            ValueError: If ``data`` is anything else; the message says what.
+        """
+        state = msgspec.json.decode(data, type=LearnerState)
+        learner = Learner(start)
+        learner._prefill.restore(state.prefill)
+        learner._decode.restore(state.decode)
+        learner._restore = list(state.restore)
+        learner.pull_rates = state.pulls
+        learner._update()
+        return learner
+
+    def _is_transfer(self, ttft_s: float, rest_s: float, predicted_s: float) -> bool:
+        return ttft_s > 0.0 and predicted_s > MIN_RESTORE_SHARE * rest_s
+
     def _update(self) -> None:
         if self._prefill.constants is None:
             return
         token_s, attention_s = self._prefill.constants
         fallback = (STEP_RATIO * token_s, STEP_RATIO * CONTEXT_RATIO * token_s)
         step_s, context_s = self._decode.constants or fallback
-        if self._rates is None:
-            self.model = CostModel(token_s, attention_s, step_s, context_s)
-            return
+        start = self._start or CostModel(token_s, attention_s, step_s, context_s)
+        cpu, disk, remote = self._restore
         self.model = CostModel(
             token_s,
             attention_s,
             step_s,
             context_s,
-            self._rates.restore_cpu_tokens_per_s,
-            self._rates.restore_disk_tokens_per_s,
-            self._rates.restore_remote_tokens_per_s,
+            start.restore_cpu_tokens_per_s * cpu,
+            start.restore_disk_tokens_per_s * disk,
+            start.restore_remote_tokens_per_s * remote,
         )
 
 
@@ -178,12 +272,28 @@ class OutputLength:
         mean_tokens: The mean (``E_out``).
     """
 
-    def __init__(self) -> None:
-        self.mean_tokens = OUTPUT_START_TOKENS
+    def __init__(self, mean_tokens: float = OUTPUT_START_TOKENS) -> None:
+        self.mean_tokens = mean_tokens
 
     def observe(self, completion_tokens: int) -> None:
         """Take one finished completion."""
         self.mean_tokens += OUTPUT_ALPHA * (completion_tokens - self.mean_tokens)
+
+    def to_json(self) -> bytes:
+        """Return the mean, for ``from_json`` after a restart."""
+        return msgspec.json.encode(self.mean_tokens)
+
+    @staticmethod
+    def from_json(data: bytes) -> OutputLength:
+        """Return a running mean that goes on where another one was.
+
+        Raises:
+            ValueError: If ``data`` is not a number of tokens.
+        """
+        mean_tokens = msgspec.json.decode(data, type=float)
+        if not 0.0 <= mean_tokens <= MAX_OUTPUT_TOKENS:
+            raise ValueError(f"a mean completion is 0 to {MAX_OUTPUT_TOKENS:g} tokens")
+        return OutputLength(mean_tokens)
 
 
 def slowest(models: list[CostModel]) -> CostModel | None:
@@ -201,5 +311,6 @@ def slowest(models: list[CostModel]) -> CostModel | None:
     )
 
 
-def _bounded(multiple: float) -> float:
-    return min(max(multiple, 1 / MAX_DRIFT), MAX_DRIFT)
+def _surprise(ratio: float) -> float:
+    """Return how much of an observation against its prediction is believed."""
+    return min(max(ratio, 1 / MAX_RATE_SURPRISE), MAX_RATE_SURPRISE)

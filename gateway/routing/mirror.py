@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Tokens between two mirrored blocks: the granularity the eviction term was simulated at.
 GRAIN_TOKENS = 512
+# How long the oldest block is believed to be still there: nothing against how its worth fades.
+CHECK_S = 0.25
 # Bound for workers whose capacity is unknown or whose index is never asked: 33M tokens.
 MAX_ENTRIES = 65_536
 
@@ -26,6 +28,9 @@ class LruMirror:
     def __init__(self, block_size: int) -> None:
         self._stride = max(1, GRAIN_TOKENS // block_size)
         self._last_use_s: OrderedDict[BlockHash, float] = OrderedDict()
+        # Last use of the oldest block, and until when that is believed.
+        self._oldest_s = 0.0
+        self._believed_until_s = float("-inf")
 
     def __len__(self) -> int:
         return len(self._last_use_s)
@@ -34,6 +39,7 @@ class LruMirror:
         """Note a prompt routed to the worker. The deepest block is the first to go later."""
         if not hashes:
             return
+        self._believed_until_s = float("-inf")
         used = self._last_use_s
         for block in (hashes[-1], *hashes[self._stride - 1 :: self._stride][::-1]):
             used[block] = now_s
@@ -44,16 +50,24 @@ class LruMirror:
     def oldest_age_s(self, now_s: float, is_held: Callable[[BlockHash], bool]) -> float:
         """Return the age of the least recently used block that is still held, else 0.
 
-        Drops the entries before it; amortised O(1) a touch.
+        Drops the entries before it; amortised O(1) a touch. Whether it is held is looked up again
+        after ``CHECK_S`` or a touch.
         """
+        if now_s >= self._believed_until_s:
+            self._oldest_s = self._oldest_held_s(now_s, is_held)
+            self._believed_until_s = now_s + CHECK_S
+        return max(0.0, now_s - self._oldest_s)
+
+    def _oldest_held_s(self, now_s: float, is_held: Callable[[BlockHash], bool]) -> float:
         used = self._last_use_s
         while used:
             block = next(iter(used))
             if is_held(block):
-                return max(0.0, now_s - used[block])
+                return used[block]
             del used[block]
-        return 0.0
+        return now_s
 
     def clear(self) -> None:
         """Forget everything: the worker restarted or its cache was reset."""
         self._last_use_s.clear()
+        self._believed_until_s = float("-inf")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gateway.routing.active import common_until
+from gateway.routing.cost import STORE
 from gateway.routing.outcome import (
     WORKER_ANSWERS,
     WORKER_FAILURES,
@@ -52,6 +53,7 @@ class Ticket:
         "_clock",
         "_decode_start",
         "_epoch",
+        "_estimate",
         "_finished",
         "_first_token_s",
         "_guess",
@@ -115,7 +117,7 @@ class Ticket:
             self.ttft_s = now_s - self._charge.charged_s
         books = self.worker.books
         books.first_token(self._charge, now_s)
-        self._decode_start = (books.context_tokens, books.in_flight, books.prefilled_s)
+        self._decode_start = (*self._running(), books.prefilled_s)
         self._end_leads()
         self.worker.health.alive(now_s)
         self._touch()
@@ -146,7 +148,7 @@ class Ticket:
     def _charge_books(self) -> None:
         plan, worker, decision = self._plan, self.worker, self.decision
         now_s = self._clock()
-        estimate = decision.estimate()
+        self._estimate = estimate = decision.estimate()
         seen = self._is_stream and decision.ttft_s is not None
         hashes = plan.hashes or ()
         self._charge = worker.books.charge(
@@ -155,14 +157,19 @@ class Ticket:
             uncached_tokens=estimate.uncached_tokens,
             prefill_s=estimate.prefill_s,
             restore_s=estimate.restore_link_s,
+            pull_s=estimate.pull_link_s,
             # Answers that are not streamed show no first token, so they cannot be late.
             due_s=now_s + self.predicted_ttft_s if seen else None,
             hashes=hashes if plan.prompt is None else plan.prompt.block_hashes,
         )
+        if estimate.pull_tokens:
+            peer = plan.pool.workers.get(estimate.source.removeprefix("peer:"))
+            if peer is not None:
+                peer.books.hand_over(now_s, estimate.pull_link_s)
         worker.mirror.touch(hashes, now_s)
         self._is_trial = worker.health.routed()
         # Blocks of a worker routed by text are never credited.
-        if decision.cold and decision.source != "text":
+        if decision.cold and decision.mode != "text":
             if plan.prompt is not None:
                 self._lead(plan.pool.pending, hashes)
             if plan.text_chain:
@@ -215,7 +222,7 @@ class Ticket:
             worker.mirror.touch(hashes, self._clock())
         if self._first_token_s is None:
             decision = self.decision
-            if self.outcome is None and decision.cold and decision.source != "text":
+            if self.outcome is None and decision.cold and decision.mode != "text":
                 self._lead(plan.pool.pending, hashes)
         elif is_same:
             self._touch()
@@ -269,7 +276,7 @@ class Ticket:
 
     def _learn_prefill(self, now_s: float, usage: Usage) -> None:
         prompt = self._plan.prompt
-        if prompt is None or not self._is_first_attempt or not self._charge.found_idle:
+        if prompt is None or not self._is_first_attempt or not self._found_idle():
             return
         cached = usage.cached_tokens
         predicted = self.predicted_hit_tokens
@@ -280,11 +287,45 @@ class Ticket:
         ttft_s = self.ttft_s
         if ttft_s is None and not self._is_stream and (usage.completion_tokens or 2) <= 1:
             ttft_s = now_s - self._charge.charged_s
-        if ttft_s is not None:
+        if ttft_s is None:
+            return
+        if self._estimate.pull_tokens or self._estimate.restore_link_s:
+            self._learn_transfer(ttft_s)
+        else:
             self.worker.learner.observe_prefill(
                 ttft_s,
                 uncached_tokens=prompt.num_tokens - (cached or 0),
                 prompt_tokens=prompt.num_tokens,
+            )
+
+    def _found_idle(self) -> bool:
+        """Whether neither this gateway nor another had anything queued there, nor this request."""
+        seen = self.decision.input.candidates[self.decision.position]
+        is_idle = self._charge.found_idle and not seen.queued_tokens and seen.in_flight <= 2
+        return is_idle and not self._plan.queued
+
+    def _learn_transfer(self, ttft_s: float) -> None:
+        """Learn from a TTFT that was partly a restore or a pull."""
+        estimate, learner = self._estimate, self.worker.learner
+        seen = self.decision.input.candidates[self.decision.position]
+        rest_s = estimate.prefill_s + estimate.interleave_s
+        if not estimate.pull_tokens:
+            learner.observe_restore(
+                ttft_s,
+                rest_s=rest_s + max(0.0, seen.restore_until_s - self.decision.input.now_s),
+                cpu=seen.hit_cpu,
+                disk=seen.hit_disk,
+                remote=seen.hit_remote,
+            )
+        elif not estimate.restore_link_s:  # else nobody can tell which of the two took how long
+            # What the pull was waited for beyond its own time: latency and busy links.
+            waited_s = max(0.0, estimate.restore_s - estimate.pull_link_s)
+            learner.observe_pull_ttft(
+                ttft_s,
+                STORE if estimate.source == "store" else estimate.source.removeprefix("peer:"),
+                rest_s=rest_s + waited_s,
+                tokens=estimate.pull_tokens,
+                predicted_s=estimate.pull_link_s,
             )
 
     def _learn_decode(self, now_s: float, usage: Usage) -> None:
@@ -295,12 +336,21 @@ class Ticket:
             return
         books = self.worker.books
         context, running, prefilled_s = self._decode_start
+        context_now, running_now = self._running()
         whole_s = now_s - self._first_token_s
         others_s = books.prefilled_s - prefilled_s
         if others_s <= MAX_PREFILL_SHARE * whole_s:
             self.worker.learner.observe_decode(
                 whole_s - others_s,
                 gaps=usage.completion_tokens - 1,
-                context_tokens=(context + books.context_tokens) / 2,
-                in_flight=(running + books.in_flight) / 2,
+                context_tokens=(context + context_now) / 2,
+                in_flight=(running + running_now) / 2,
             )
+
+    def _running(self) -> tuple[int, int]:
+        """Return the context tokens and requests in flight there, other gateways' included."""
+        books, others = self.worker.books, self._plan.pool.others
+        load = None if others is None else others.of(self.worker.id)
+        if load is None:
+            return books.context_tokens, books.in_flight
+        return books.context_tokens + load.context_tokens, books.in_flight + load.in_flight

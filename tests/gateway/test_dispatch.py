@@ -355,7 +355,7 @@ async def test_other_token_counts_than_ours_teach_nothing_and_end_in_disbelief()
     assert pool.workers["w0"].parity == 0
     assert pool.workers["w0"].learner.model == model
     decision = routes.choose(plan)
-    assert (decision.hit_tokens, decision.source) == (0, "text")
+    assert (decision.hit_tokens, decision.mode) == (0, "text")
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ async def test_a_worker_without_events_is_credited_from_its_first_token_on() -> 
     decision = routes.choose(plan)
 
     assert decision.worker == ticket.worker.id
-    assert (decision.hit_tokens, decision.source) == (
+    assert (decision.hit_tokens, decision.mode) == (
         (plan.num_tokens - 1) // BLOCK * BLOCK,
         "approximate",
     )

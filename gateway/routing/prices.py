@@ -1,0 +1,160 @@
+"""The estimates of one request's candidates, made when somebody asks for them.
+
+Of many workers only those are priced whose lower bound is below the best price found so far. The
+bound is exact: it sums terms that the full price has too, so what is left out cannot be the least,
+nor tied with it (``tests/gateway/test_prices.py``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gateway.routing.cost import (
+    DECODE_INTERFERENCE,
+    EVICTION_FILL,
+    OUTPUT_ALLOWANCE_TOKENS,
+    OWN_DECODE,
+    Estimate,
+    estimate_s,
+    estimate_token_requests,
+    eviction_s,
+)
+from gateway.routing.pull import PULL_START, least_s, with_sources
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gateway.routing.choose import RouteInput
+    from gateway.routing.cost import CostModel
+
+# Two costs closer than this are the same number computed in another order.
+TIE = 1e-12
+# A bound sums in another order than the price: it must exceed the best by more than their rounding.
+ROUNDING = 1e-9
+
+
+class Prices:
+    """Prices of one request's candidates, all in one unit; each is computed once.
+
+    Args:
+        request: What they are computed from.
+        hits: Tokens counted as held by each candidate, pending credit included.
+        in_seconds: Whether all that may be chosen have cost constants.
+    """
+
+    __slots__ = ("_known", "_request", "hits", "in_seconds")
+
+    def __init__(self, request: RouteInput, hits: list[int], *, in_seconds: bool) -> None:
+        self.hits = hits
+        self.in_seconds = in_seconds
+        self._request = request
+        self._known: dict[int, Estimate] = {}
+
+    def __getitem__(self, position: int) -> Estimate:
+        """Return the estimate of the candidate at a position."""
+        known = self._known.get(position)
+        if known is None:
+            known = self._known[position] = self._price(position)
+        return known
+
+    def all(self) -> list[Estimate]:
+        """Return the estimates of all candidates, in their order."""
+        return [self[i] for i in range(len(self.hits))]
+
+    def least(self, positions: Sequence[int]) -> list[int]:
+        """Return those of ``positions`` that share the least cost, in their order."""
+        if self.in_seconds:
+            costs = self._contenders(positions)
+        else:
+            costs = [(i, self[i].cost) for i in positions]
+        limit = min([cost for _, cost in costs]) + TIE
+        return [i for i, cost in costs if cost <= limit]
+
+    def _price(self, position: int) -> Estimate:
+        request = self._request
+        c = request.candidates[position]
+        hit = self.hits[position]
+        if not self.in_seconds or c.model is None:
+            return estimate_token_requests(c, request.prompt_tokens, hit)
+        now_s, prompt_tokens, output_tokens = (
+            request.now_s,
+            request.prompt_tokens,
+            request.output_tokens,
+        )
+        own = estimate_s(c, c.model, now_s, prompt_tokens, hit, output_tokens)
+        if c.can_pull and (request.sources or own.restore_s):
+            return with_sources(
+                own, c, c.model, now_s, prompt_tokens, output_tokens, request.sources
+            )
+        return own
+
+    def _contenders(self, positions: Sequence[int]) -> list[tuple[int, float]]:
+        """Return (position, cost) of all that may be the least; the longest prefix goes first."""
+        request, hits = self._request, self.hits
+        candidates, now_s = request.candidates, request.now_s
+        prompt_tokens = request.prompt_tokens
+        # A step's decodes count once beside the prefill (I) and once more in the own decode (G).
+        decode_share = 1.0 + OWN_DECODE * request.output_tokens
+        if len(positions) == len(hits):
+            first = hits.index(max(hits))
+        else:
+            first = max(positions, key=hits.__getitem__)
+        best = self[first].cost
+        limit = best + ROUNDING * (1.0 + best)
+        costs = {first: best}
+        bounds: dict[int, tuple[float, float]] = {}
+        # None is missing: these are prices in seconds.
+        models = [model for i in positions if (model := candidates[i].model) is not None]
+        bound = self._bound(positions, models)
+        for i, model in zip(positions, models, strict=True):
+            hit = hits[i]
+            known = bounds.get(hit)
+            if known is None:
+                known = bounds[hit] = bound(hit)
+            floor, prefill = known
+            if floor > limit:
+                continue
+            c = candidates[i]
+            queued = c.queued_s
+            if queued:
+                progress = now_s - c.progress_at_s
+                if progress > 0.0:
+                    queued -= progress
+                if queued > 0.0 and prefill + queued > floor:
+                    floor = prefill + queued
+            n = c.in_flight
+            if n:
+                step = model.context_s * c.context_tokens + model.token_s * n
+                floor += DECODE_INTERFERENCE * n * prefill + decode_share * step
+            if floor * c.bias + c.overdue_s > limit:
+                continue
+            if c.capacity_tokens:
+                uncached = prompt_tokens - hit
+                filled = c.held_tokens + c.queued_tokens + uncached + OUTPUT_ALLOWANCE_TOKENS
+                if filled > EVICTION_FILL * c.capacity_tokens:
+                    floor += eviction_s(model, c, uncached)
+                    if floor * c.bias + c.overdue_s > limit:
+                        continue
+            cost = self[i].cost
+            costs[i] = cost
+            if cost < best:
+                best = cost
+                limit = best + ROUNDING * (1.0 + best)
+        return sorted(costs.items())
+
+    def _bound(
+        self, positions: Sequence[int], models: Sequence[CostModel]
+    ) -> Callable[[int], tuple[float, float]]:
+        """Return what bounds the price of any candidate from its hit tokens alone."""
+        request = self._request
+        token_s = min([model.token_s for model in models])
+        attention_s = min([model.attention_s for model in models])
+        sources, rate = request.sources, 0.0
+        if sources:
+            pulling = [c for i in positions if (c := request.candidates[i]).can_pull]
+            measured = [rate for c in pulling for rate in c.pull_rates.values()]
+            rate = max(measured, default=0.0)
+            rate = max(rate, PULL_START / token_s)
+            sources = sources if pulling else []
+        prompt_tokens = request.prompt_tokens
+        return lambda hit: least_s(token_s, attention_s, hit, prompt_tokens, sources, rate)
