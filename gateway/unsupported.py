@@ -1,28 +1,33 @@
 """Which configured features this version does not have yet: refused or named, never ignored.
 
-A feature that protects somebody (tenants, TLS) is an error when it is asked for; one whose absence
-only costs speed is a warning.
+A feature that protects somebody (API keys, budgets, TLS) is an error when it is asked for; one
+whose absence only costs speed is a warning.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gateway.config import AdmissionConfig, RoutingConfig
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gateway.config import PoolConfig, Settings
+    from gateway.config import PoolConfig, Settings, TenantConfig
 
 
 def unsupported(settings: Settings) -> tuple[list[str], list[str]]:
     """Return (errors, warnings) about configured features that are not available."""
     errors = list(_server_errors(settings))
-    warnings = list(_fleet_warnings(settings))
+    warnings = []
+    for tenant in settings.tenants:
+        errors += _tenant_errors(tenant)
+    if settings.tenants and not settings.server.access.trusted_peers:
+        warnings.append(
+            "tenants: nobody can be one of them; tenants are named by x-tenant-id from "
+            "server.access.trusted_peers in this version"
+        )
     for pool in settings.pools:
         errors += _pool_errors(pool)
-        warnings += _pool_warnings(pool)
+    warnings += _offload_warnings(settings)
     if settings.telemetry.otlp_endpoint:
         warnings.append("telemetry.otlp_endpoint: traces are not exported by this version")
     if settings.telemetry.decision_log:
@@ -32,18 +37,20 @@ def unsupported(settings: Settings) -> tuple[list[str], list[str]]:
 
 def _server_errors(settings: Settings) -> Iterator[str]:
     server = settings.server
-    if settings.tenants:
-        yield "tenants: API keys are not checked by this version; expected an empty list"
-    if settings.routes:
-        yield "routes: not available in this version; expected an empty list"
     if server.tls.cert or server.tls.key:
         yield "server.tls: not available in this version; put a TLS terminator in front"
-    if server.access.trusted_peers:
-        yield "server.access.trusted_peers: identity headers carry no tenant in this version"
     if settings.security.salt_secret_env is not None:
         yield "security.salt_secret_env: caches are not isolated by this version"
-    if settings.routing.mode != "cost" or settings.routing.share != 100:
-        yield "routing.mode, routing.share: only mode cost with share 100 in this version"
+
+
+def _tenant_errors(tenant: TenantConfig) -> Iterator[str]:
+    where = f"tenants[{tenant.name}]"
+    if tenant.key_env is not None or tenant.keys_file is not None:
+        yield f"{where}: API keys are not checked by this version; expected no key_env, keys_file"
+    if tenant.requests_per_min is not None or tenant.tokens_per_min is not None:
+        yield f"{where}: budgets are not kept by this version; expected no *_per_min"
+    if tenant.isolate_cache:
+        yield f"{where}.isolate_cache: caches are not isolated by this version"
 
 
 def _pool_errors(pool: PoolConfig) -> Iterator[str]:
@@ -52,22 +59,14 @@ def _pool_errors(pool: PoolConfig) -> Iterator[str]:
         yield f"{where}.discovery.type: {pool.discovery.type} is not available; expected static"
     if pool.worker_allow:
         yield f"{where}.worker_allow: workers come from this file only; expected an empty list"
-    if pool.fallback:
-        yield f"{where}.fallback: not available in this version"
     if pool.keep_warm.enabled:
         yield f"{where}.keep_warm: not available in this version"
 
 
-def _pool_warnings(pool: PoolConfig) -> Iterator[str]:
-    where = f"pools[{pool.name}]"
-    if pool.offload.max_offload_tokens is not None:
-        yield f"{where}.offload: the cap is not sent to workers by this version"
-    if pool.admission != AdmissionConfig():
-        yield f"{where}.admission: requests do not wait in the gateway in this version"
-
-
-def _fleet_warnings(settings: Settings) -> Iterator[str]:
-    if settings.routing.max_wait_s != RoutingConfig().max_wait_s:
-        yield "routing.max_wait_s: requests do not wait in the gateway in this version"
-    if len({pool.retry for pool in settings.pools}) > 1:
-        yield "pools[].retry: this version takes the strictest of all pools for each of them"
+def _offload_warnings(settings: Settings) -> Iterator[str]:
+    places = {f"pools[{pool.name}]": pool.offload for pool in settings.pools}
+    places |= {f"tenants[{t.name}]": t.offload for t in settings.tenants if t.offload}
+    places |= {f"routes[{i}]": r.offload for i, r in enumerate(settings.routes) if r.offload}
+    for where, offload in places.items():
+        if offload.max_offload_tokens is not None:
+            yield f"{where}.offload: the cap is not sent to workers by this version"

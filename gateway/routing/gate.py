@@ -12,7 +12,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gateway.routing.cost import MEMORY_FILL, OUTPUT_ALLOWANCE_TOKENS
+from gateway.routing.cost import MEMORY_FILL, OUTPUT_ALLOWANCE_TOKENS, queue_s
 from gateway.routing.fair import FairQueue, Place, Standing
 from gateway.routing.outcome import Outcome
 
@@ -262,23 +262,20 @@ def is_busy(decision: Decision, max_wait_s: float) -> bool:
         decision: With at least one that may be chosen. By least load nobody waits.
         max_wait_s: Queue above which a worker has enough to do.
     """
-    if decision.input.mode == "least_load":
+    request = decision.input
+    if request.mode == "least_load":
         return False
-    position = decision.position
-    candidates, estimates = decision.input.candidates, decision.candidates
+    candidates, now_s = request.candidates, request.now_s
     # Nearly always the chosen one is free, and nothing else has to be looked at.
-    if not _has_enough(candidates[position], estimates[position].queue_s, max_wait_s):
+    if not _has_enough(candidates[decision.position], now_s, max_wait_s):
         return False
-    for c, e in zip(candidates, estimates, strict=True):
-        if c.eligible and not _has_enough(c, e.queue_s, max_wait_s):
-            return False
-    return True
+    return all(_has_enough(c, now_s, max_wait_s) for c in candidates if c.eligible)
 
 
-def _has_enough(c: Candidate, queue_s: float, max_wait_s: float) -> bool:
+def _has_enough(c: Candidate, now_s: float, max_wait_s: float) -> bool:
     if not c.in_flight:
         return False
-    if queue_s > max_wait_s:
+    if c.queued_s > max_wait_s and queue_s(c, now_s) > max_wait_s:
         return True
     demand = c.active_tokens + c.new_tokens + OUTPUT_ALLOWANCE_TOKENS
     return c.capacity_tokens > 0 and demand > MEMORY_FILL * c.capacity_tokens
@@ -286,11 +283,8 @@ def _has_enough(c: Candidate, queue_s: float, max_wait_s: float) -> bool:
 
 def _excess_s(decision: Decision, max_wait_s: float) -> float:
     """Return in how many seconds the shortest queue will be short enough, as predicted."""
-    queues = [
-        e.queue_s
-        for c, e in zip(decision.input.candidates, decision.candidates, strict=True)
-        if c.eligible
-    ]
+    request = decision.input
+    queues = [queue_s(c, request.now_s) for c in request.candidates if c.eligible]
     return max(0.0, min(queues, default=0.0) - max_wait_s)
 
 

@@ -45,14 +45,27 @@ class Rule:
 
 @dataclass(slots=True)
 class Tally:
-    """Requests of one pool by what routed them, and what the rule says of the others."""
+    """Requests of one pool by what routed them, and what the rule says of those it did not route.
+
+    Attributes:
+        num_by_cost: Routed by the rule.
+        num_by_least_load: Routed by least load.
+        num_observed: Of the latter, those for which it is known what the rule would have done.
+        num_agreed: Of those, the ones it would have sent to the same worker.
+        rule_hit_tokens: Hit tokens predicted where the rule would have sent them.
+        served_hit_tokens: Hit tokens predicted where they went.
+        rule_ttft_s: Sum of the TTFT predicted for the rule, where every speed is known.
+        served_ttft_s: Likewise where they went.
+    """
 
     num_by_cost: int = 0
     num_by_least_load: int = 0
     num_observed: int = 0
     num_agreed: int = 0
-    saved_tokens: int = 0
-    saved_s: float = 0.0
+    rule_hit_tokens: int = 0
+    served_hit_tokens: int = 0
+    rule_ttft_s: float = 0.0
+    served_ttft_s: float = 0.0
 
 
 class RollOut:
@@ -116,11 +129,15 @@ class RollOut:
             return
         tally.num_by_least_load += 1
         rule = plan.rule
-        if rule is not None:
-            tally.num_observed += 1
-            tally.num_agreed += rule.worker == decision.worker
-            tally.saved_tokens += rule.saved_tokens
-            tally.saved_s += rule.saved_s or 0.0
+        if rule is None:
+            return
+        tally.num_observed += 1
+        tally.num_agreed += rule.worker == decision.worker
+        tally.rule_hit_tokens += rule.hit_tokens
+        tally.served_hit_tokens += decision.hit_tokens
+        if rule.ttft_s is not None and decision.ttft_s is not None:
+            tally.rule_ttft_s += rule.ttft_s
+            tally.served_ttft_s += decision.ttft_s
 
 
 def _compared(rule: Decision, served: Decision) -> Rule | None:

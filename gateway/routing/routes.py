@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.routing.affinity import affinity_key
-from gateway.routing.pool import Retry
 from gateway.routing.rollout import fraction
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gateway.config import RouteConfig, Settings
     from gateway.routing.plan import Inbound, Plan
     from gateway.routing.pool import Pool
 
@@ -159,43 +157,6 @@ class Routes:
             if at < 0:
                 return pool
         return sharing[-1]
-
-
-def configured(settings: Settings, pools: Sequence[Pool]) -> Routes:
-    """Return the routes of a configuration, and give its pools what they are told about traffic.
-
-    Args:
-        settings: Validated configuration.
-        pools: Its pools; get weight, fallback, queue, retries and peer pull.
-    """
-    by_name = {pool.name: pool for pool in pools}
-    for config in settings.pools:
-        pool = by_name[config.name]
-        pool.weight = config.weight
-        pool.fallback = None if config.fallback is None else by_name[config.fallback]
-        pool.max_queue = config.admission.max_queue
-        pool.deadline_s = config.admission.deadline_s
-        pool.retry = Retry(config.retry.budget, config.retry.attempts)
-        pool.peer_pull = config.peer_pull
-    routes = [_route(config, by_name[config.pool]) for config in settings.routes]
-    return Routes(pools, routes, seed=settings.routing.seed or 0)
-
-
-def _route(config: RouteConfig, pool: Pool) -> Route:
-    match, offload = config.match, config.offload
-    tokens = (match.prompt_tokens_min, match.prompt_tokens_max)
-    reuse = (match.known_reuse_min, match.known_reuse_max)
-    return Route(
-        pool,
-        match.tenant,
-        match.model,
-        tuple(match.header.items()),
-        (tokens[0] or 0, float("inf") if tokens[1] is None else tokens[1]),
-        (reuse[0] or 0, 1 if reuse[1] is None else reuse[1]),
-        any(bound is not None for bound in (*tokens, *reuse)),
-        None if offload is None else offload.max_offload_tokens,
-        None if offload is None else offload.scope,
-    )
 
 
 def _sharing(serving: Sequence[Pool]) -> tuple[Pool, ...]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import Settings, check_worker_url
+from gateway.config import Settings, check_redis_url, check_worker_url
 from gateway.settings import ConfigError, describe, load
 from gateway.unsupported import unsupported
 
@@ -85,6 +85,87 @@ BROKEN = {
         MINIMAL.replace("8101/", '8101/", kv_events: "127.0.0.1:5'),
         "expected tcp://HOST:PORT or ipc://PATH",
     ),
+    "another number of replay addresses": (
+        MINIMAL.replace(
+            '8101/"', '8101/", kv_events: ["tcp://h:1", "tcp://h:2"], kv_replay: "tcp://h:3"'
+        ),
+        ":6: pools.0.workers.0: kv_replay: expected 2 as in kv_events, got 1",
+    ),
+    "redis without its address": (
+        MINIMAL + "index: {backend: redis}\n",
+        ":7: index.backend: redis needs index.url, for example redis://",
+    ),
+    "an address that is no redis": (
+        MINIMAL + "index: {backend: redis, url: 'http://h'}\n",
+        ":7: index.url: expected redis://HOST",
+    ),
+    "several processes with nothing shared": (
+        MINIMAL.replace("port: 9000", "processes: 4"),
+        ":1: server.processes: 4 processes need a shared index: set index.backend to redis and",
+    ),
+    "a peer that is no network": (
+        MINIMAL.replace("port: 9000", "access: {trusted_peers: [10.0.0.1/8]}"),
+        ":1: server.access.trusted_peers: expected addresses or networks",
+    ),
+    "a tenant twice": (
+        MINIMAL + "tenants: [{name: a}, {name: a}]\n",
+        ":7: tenants.1.name: 'a' stands twice",
+    ),
+    "a fallback to nowhere": (
+        MINIMAL.replace("models: [m]", "models: [m]\n    fallback: x"),
+        ":5: pools.0.fallback: there is no pool 'x', expected one of chat",
+    ),
+    "a fallback with other models": (
+        MINIMAL.replace("models: [m]", "models: [m]\n    fallback: o")
+        + "  - {name: o, models: [n]}\n",
+        ":5: pools.0.fallback: pool 'o' does not serve m",
+    ),
+    "a fallback to itself": (
+        MINIMAL.replace("models: [m]", "models: [m]\n    fallback: chat"),
+        ":5: pools.0.fallback: fallbacks go in a circle: chat -> chat",
+    ),
+    "fallbacks in a circle": (
+        MINIMAL.replace("models: [m]", "models: [m]\n    fallback: o")
+        + "  - {name: o, models: [m], fallback: chat}\n",
+        "fallbacks go in a circle: chat -> o -> chat",
+    ),
+    "weights that are all zero": (
+        MINIMAL.replace("models: [m]", "models: [m]\n    weight: 0")
+        + "  - {name: o, models: [m], weight: 0}\n",
+        ":5: pools.0.weight: no pool that serves 'm' has a weight above 0",
+    ),
+    "a weight on one of two": (
+        MINIMAL.replace("models: [m]", "models: [m]\n    weight: 1")
+        + "  - {name: o, models: [m]}\n",
+        ":8: pools.1.models: 'm' is also served by chat: expected weights on both",
+    ),
+    "a route to nowhere": (
+        MINIMAL + "routes:\n  - {pool: x}\n",
+        ":8: routes.0.pool: there is no pool 'x', expected one of chat",
+    ),
+    "a route by a model of another pool": (
+        MINIMAL + "routes:\n  - match: {model: n}\n    pool: chat\n",
+        ":8: routes.0.match.model: pool 'chat' does not serve 'n', it serves m",
+    ),
+    "a route by what no request can be": (
+        MINIMAL
+        + "routes:\n  - match: {prompt_tokens_min: 9, prompt_tokens_max: 8}\n    pool: chat\n",
+        ":8: routes.0.match: prompt_tokens_min 9 is above prompt_tokens_max 8",
+    ),
+    "a share above all": (
+        MINIMAL + "routes:\n  - match: {known_reuse_min: 1.5}\n    pool: chat\n",
+        ":8: routes.0.match.known_reuse_min: ",
+    ),
+    "a route behind one that takes all": (
+        MINIMAL + "routes:\n  - {pool: chat}\n  - {match: {tenant: a}, pool: chat}\n",
+        ":9: routes.1: is never reached: routes[0] takes all that it matches",
+    ),
+    "a route inside a wider one": (
+        MINIMAL
+        + "routes:\n  - {match: {header: {X-Team: s}, prompt_tokens_min: 5}, pool: chat}\n"
+        + "  - {match: {header: {x-team: s, x-b: c}, prompt_tokens_min: 7}, pool: chat}\n",
+        ":9: routes.1: is never reached",
+    ),
 }
 
 
@@ -131,11 +212,10 @@ def test_any_other_worker_url_is_refused(url: str) -> None:
 
 
 UNSUPPORTED = {
-    "tenants": "tenants: [{name: acme, key_env: K}]",
-    "routes": "routes: [{match: {tenant: batch}, pool: chat}]",
+    "tenants[acme]: API keys": "tenants: [{name: acme, key_env: K}]",
+    "tenants[acme]: budgets": "tenants: [{name: acme, tokens_per_min: 5}]",
+    "tenants[acme].isolate_cache": "tenants: [{name: acme, isolate_cache: true}]",
     "server.tls": "server: {tls: {cert: c.pem, key: k.pem}}",
-    "routing.mode": "routing: {mode: observe}",
-    "server.access.trusted_peers": "server: {access: {trusted_peers: [10.0.0.0/8]}}",
     "security.salt_secret_env": "security: {salt_secret_env: SALT}",
 }
 
@@ -152,13 +232,11 @@ def test_a_known_feature_that_is_not_there_yet_is_refused_and_not_ignored(
 
 
 IGNORED = {
-    "routing.max_wait_s": (MINIMAL + "routing: {max_wait_s: 5}\n"),
+    "tenants": (MINIMAL + "tenants: [{name: acme, weight: 2}]\n"),
     "telemetry.otlp_endpoint": (MINIMAL + "telemetry: {otlp_endpoint: 'http://h'}\n"),
-    "pools[chat].admission": MINIMAL.replace("models", "admission: {max_queue: 5}\n    models"),
     "pools[chat].offload": MINIMAL.replace(
         "models", "offload: {max_offload_tokens: 5}\n    models"
     ),
-    "pools[].retry": MINIMAL + "  - {name: other, models: [n], retry: {attempts: 3}}\n",
 }
 
 
@@ -176,6 +254,73 @@ def test_the_defaults_are_all_supported(write) -> None:
     settings, _ = load(write(MINIMAL), environ={})
 
     assert unsupported(settings) == ([], [])
+
+
+ALLOWED = {
+    "weights": MINIMAL.replace("models: [m]", "models: [m]\n    weight: 95")
+    + "  - {name: o, models: [m], weight: 5}\n",
+    "a fallback that serves more": MINIMAL.replace("models: [m]", "models: [m]\n    fallback: o")
+    + "  - {name: o, models: [m, n]}\n",
+    "a route that names the second pool": MINIMAL
+    + "  - {name: o, models: [m]}\nroutes: [{match: {tenant: a}, pool: o}]\n",
+    "routes of which none takes all of another": MINIMAL
+    + "  - {name: o, models: [m, n]}\nroutes:\n"
+    + "  - {match: {tenant: a, prompt_tokens_min: 5}, pool: chat}\n"
+    + "  - {match: {tenant: a}, pool: chat}\n"
+    + "  - {match: {tenant: a}, pool: o}\n"
+    + "  - {match: {known_reuse_max: 0.5}, pool: o}\n"
+    + "  - {match: {known_reuse_max: 0.8}, pool: o}\n",
+    "a shared index": MINIMAL.replace("port: 9000", "processes: 4")
+    + "index: {backend: redis, url: 'redis://h:6379/0'}\n",
+    "publishers by rank, one that is listened for": MINIMAL.replace(
+        '8101/"', '8101/", kv_events: ["tcp://*:5557", "tcp://[::1]:5558"], kv_topic: kv'
+    ),
+    "tenants behind a trusted proxy": MINIMAL.replace(
+        "port: 9000", "access: {trusted_peers: [10.0.0.0/8, '::1']}"
+    )
+    + "tenants: [{name: a, weight: 3, priority: -1}]\n",
+}
+
+
+@pytest.mark.parametrize("text", ALLOWED.values(), ids=ALLOWED)
+def test_what_goes_together_is_taken_without_a_word(write, text: str) -> None:
+    settings, _ = load(write(text), environ={})
+
+    assert unsupported(settings) == ([], [])
+
+
+GOOD_REDIS = [
+    "redis://h",
+    "redis://:pw@h:6379/2",
+    "rediss://u:pw@h.example:6380",
+    "unix:///run/valkey.sock?db=1",
+    "redis+sentinel://:pw@a:26379,b:26379/main/0",
+    "redis+sentinel://a:26379/main",
+]
+BAD_REDIS = [
+    "h:6379",
+    "redis://",
+    "redis://h:0",
+    "redis://h:port",
+    "unix://",
+    "redis+sentinel://a/main",
+    "redis+sentinel://a:26379",
+    "http://:secret@h",
+    "",
+]
+
+
+@pytest.mark.parametrize("url", GOOD_REDIS)
+def test_a_redis_url_of_every_kind_is_taken(url: str) -> None:
+    assert check_redis_url(url) == url
+
+
+@pytest.mark.parametrize("url", BAD_REDIS)
+def test_any_other_redis_url_is_refused_without_repeating_its_password(url: str) -> None:
+    with pytest.raises(ValueError, match="expected redis://HOST") as caught:
+        check_redis_url(url)
+
+    assert "secret" not in str(caught.value)
 
 
 def test_the_schema_is_closed_everywhere() -> None:
