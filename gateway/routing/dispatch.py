@@ -54,7 +54,8 @@ class Dispatcher:
     Args:
         pools: The pools.
         clock: Monotonic seconds.
-        seed: Start of the tie rotation; None = 0.
+        seed: Of the tie rotation and of the workers compared while the load view is old; None =
+            another one in each process.
         on_finish: Told of every attempt once it is over and learned from, with its plan; called
             on the request's path, so it must be quick and must not raise.
         routes: Finds a request's pool; None = by its model only.
@@ -97,8 +98,9 @@ class Dispatcher:
         self._clock = clock
         self._on_finish = on_finish
         self._reading = Reading(clock)
+        self._random = Random(seed)
         # Gateways that start together should not all begin with the same worker.
-        self._rotation = Random(seed).randrange(1 << 16)
+        self._rotation = self._random.randrange(1 << 16)
 
     def pool_for(self, model: str) -> Pool | None:
         """Return the pool of a model, alias or adapter when nothing else is known of a request."""
@@ -139,7 +141,7 @@ class Dispatcher:
             plan: The request.
             exclude: Workers where an attempt of this request failed.
         """
-        request = route_input(plan, self._clock(), exclude)
+        request = route_input(plan, self._clock(), exclude, self._random)
         self._rotation += 1
         if self.rollout.is_complete:
             return choose(request, rotation=self._rotation)
