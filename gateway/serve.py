@@ -1,41 +1,52 @@
-"""Build the gateway from its settings and run it: the order of starting and stopping is here."""
+"""Build the gateway from its settings and run it: the order of starting and stopping is here.
+
+One process is a ``Gateway``. Several are children of ``gateway/supervisor/``, each of which runs
+this module with a ``Role`` on its standard input.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
+import secrets
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 import structlog
 
 from gateway.admin import Admin
+from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import FleetCollector
 from gateway.misses.metrics import MissCollector
 from gateway.misses.report import MissReport
-from gateway.proxy.limits import Limits
-from gateway.proxy.rewrite import Rewriter
+from gateway.operators import Operators
+from gateway.parts import admin_token, make_limits, make_link, make_rewriters
 from gateway.proxy.server import LIFECYCLE, make_app, serve
+from gateway.replicas.load import LoadExchange
 from gateway.routing import segments
 from gateway.routing.dispatch import Dispatcher
+from gateway.runtime import configure_logs, run_loop
 from gateway.settings import ConfigError
+from gateway.supervisor.child import Role
+from gateway.supervisor.supervisor import Supervisor
 from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.requests import Telemetry
 from gateway.tokenize import Tokenize
 from gateway.unsupported import unsupported
-from prefix_index.canonical import FirstSeenMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
+    from typing import Any
 
     from aiohttp import web
 
-    from gateway.config import ServerConfig, Settings
     from gateway.routing.dispatch import Plan, Ticket
     from gateway.telemetry.record import RequestRecord
+    from prefix_index.replica.link import Link
 
 
 # At most 100 prompts a second are looked at for text that recurs across conversations: half a
@@ -44,20 +55,22 @@ RECURRENCE_EVERY_S = 0.01
 
 
 class Gateway:
-    """Fleet, dispatcher, telemetry and application of one process.
+    """Fleet, dispatcher, telemetry and applications of one process.
 
     Args:
         settings: Validated configuration.
+        role: What the supervisor told this process; None = it is the only one.
 
     Raises:
         ConfigError: If something configured cannot be used.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, role: Role | None = None) -> None:
         errors, self.warnings = unsupported(settings)
         if errors:
             raise ConfigError("\n".join(errors))
         self.settings = settings
+        self._role = role
         self.fleet = Fleet(settings)
         self.misses = MissReport(log_prompts=settings.telemetry.log_prompts)
         self.dispatcher = Dispatcher(
@@ -68,62 +81,101 @@ class Gateway:
         self.telemetry.register(FleetCollector(self.fleet, self.telemetry, time.monotonic))
         logs_requests = settings.telemetry.log_level in ("debug", "info")
         self.request_log = RequestLog(sys.stderr.buffer) if logs_requests else None
-        self.rewriters = _rewriters(settings)
+        self.rewriters = make_rewriters(settings)
+        self.link = make_link(settings)
+        self.exchange = None if self.link is None else self._make_exchange(self.link)
         self._recurrence_due_s = 0.0
+        self._shared: list[asyncio.Task[Any]] = []
         self.app = self._make_app()
 
-    async def run(self) -> None:
+    async def run(self, *, ready: Callable[[int], None] | None = None) -> None:
         """Serve until a signal, then drain and stop everything.
 
+        Args:
+            ready: Called with the client port once requests are served; None logs it.
+
         Raises:
-            OSError: If the address cannot be listened on.
+            OSError: If an address cannot be listened on.
         """
-        server = self.settings.server
+        server, role = self.settings.server, self._role
         self.app[LIFECYCLE].not_ready = "starting"
         try:
-            await self.fleet.start()
+            await self.start()
             self.app[LIFECYCLE].not_ready = ""
             await serve(
                 self.app,
                 server.host,
-                server.port,
+                server.port if role is None else role.port,
                 drain_s=server.drain_s,
-                ready=_ready,
+                ready=ready or _ready,
                 front=server.front,
+                reuse_port=role is not None,
             )
         finally:
             await self.close()
+
+    async def start(self) -> None:
+        """Start what runs beside the requests, in the order in which one part needs another.
+
+        Raises:
+            OSError: If the operators' address cannot be listened on.
+        """
+        if self.link is not None:
+            self._share(self.link.run())
+        if self.exchange is not None:
+            self._share(self.exchange.run())
+        await self.fleet.start()
+        await self.operators.start()
 
     async def close(self) -> None:
         """Stop what runs beside the requests; a second call does nothing more."""
         for rewriter in self.rewriters.values():
             await rewriter.settle()
         await self.misses.close()
+        # The last one first: what goes over the link says goodbye before it closes.
+        while self._shared:
+            task = self._shared.pop()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         await self.fleet.stop()
+        await self.operators.close()
         if self.request_log is not None:
             self.request_log.flush()
 
+    def _make_exchange(self, link: Link) -> LoadExchange:
+        gateway = secrets.token_hex(8)
+        return LoadExchange(link, self.fleet.pools, gateway=gateway, clock=time.monotonic)
+
+    def _share(self, coroutine: Coroutine[Any, Any, object]) -> None:
+        """Run something over the link until ``close``."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        task.add_done_callback(_say_why)
+        self._shared.append(task)
+
     def _make_app(self) -> web.Application:
         server = self.settings.server
-        limits = _limits(self.settings)
+        limits = make_limits(self.settings)
         admin = Admin(
             self.dispatcher,
             self.fleet,
             self.telemetry,
             limits,
-            _admin_token(server),
+            admin_token(server),
             time.monotonic,
             self.misses,
             self.rewriters,
         )
         tokenize = Tokenize(self.dispatcher, limits)
-        return make_app(
+        app = make_app(
             self.dispatcher,
             observe=self._observe,
             limits=limits,
             rewriters=self.rewriters,
-            extra_routes=[*admin.routes(), *tokenize.routes()],
+            extra_routes=tokenize.routes(),
         )
+        self.operators = Operators(self.settings.server, self._role, admin, self.telemetry)
+        self.operators.place(app)
+        return app
 
     def _finished(self, plan: Plan, ticket: Ticket) -> None:
         self.fleet.finished(plan, ticket)
@@ -142,86 +194,73 @@ class Gateway:
 
 
 def serve_forever(settings: Settings) -> int:
-    """Run the gateway in this process until a signal; return the exit code."""
-    _configure_logs(settings.telemetry.log_level)
+    """Run the gateway, in as many processes as configured, until a signal.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: If something configured cannot be used.
+        ConnectionError: If an address cannot be listened on.
+    """
+    configure_logs(settings.telemetry.log_level)
+    if settings.server.processes > 1:
+        errors, warnings = unsupported(settings)
+        if errors:
+            raise ConfigError("\n".join(errors))
+        admin_token(settings.server)
+        _warn(warnings)
+        return run_loop(Supervisor(settings).run())
     gateway = Gateway(settings)
-    log = structlog.get_logger("warmlane")
-    for warning in gateway.warnings:
-        log.warning("not_supported", what=warning)
-    try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(gateway.run())
-    except OSError as error:
-        raise ConnectionError(f"cannot listen: {error}") from error
+    _warn(gateway.warnings)
+    run_loop(gateway.run())
     return 0
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's, or None for asyncio's own, which serves as well with more CPU."""
+def serve_child() -> int:
+    """Run one of several processes, as told on the standard input; return the exit code."""
+    role = msgspec.json.decode(sys.stdin.buffer.readline(), type=Role)
+    settings = Settings.model_validate(role.settings)
+    configure_logs(settings.telemetry.log_level)
     try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
+        run_loop(_run_child(Gateway(settings, role=role)))
+    except (ConfigError, ConnectionError) as error:
+        print(f"warmlane: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
-def _rewriters(settings: Settings) -> dict[str, Rewriter]:
-    # One memory: first-seen forms are kept per tenant, whatever pool the tenant's requests go to.
-    memory = FirstSeenMemory(time.monotonic)
-    return {
-        pool.name: Rewriter(
-            pool.canonicalize.mode, pool.canonicalize.rules, memory, clock=time.monotonic
+async def _run_child(gateway: Gateway) -> None:
+    # The supervisor keeps this open as long as it lives.
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _end_if_alone)
+    await gateway.run(ready=_tell_ready)
+
+
+def _end_if_alone() -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _tell_ready(port: int) -> None:
+    print(msgspec.json.encode({"ready": port}).decode(), flush=True)
+
+
+def _say_why(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        structlog.get_logger("warmlane").error(
+            "background_task_failed", error=repr(error), exc_info=error
         )
-        for pool in settings.pools
-        if pool.canonicalize.mode != "off"
-    }
+
+
+def _warn(warnings: list[str]) -> None:
+    for warning in warnings:
+        structlog.get_logger("warmlane").warning("not_supported", what=warning)
 
 
 def _ready(port: int) -> None:
     structlog.get_logger("warmlane").info("ready", port=port)
 
 
-def _limits(settings: Settings) -> Limits:
-    server, limits = settings.server, settings.server.limits
-    # One retry policy for the process: the strictest of the pools.
-    retries = [pool.retry for pool in settings.pools]
-    return Limits(
-        body_bytes=server.max_body_mb << 20,
-        head_bytes=limits.head_kb << 10,
-        headers=limits.headers,
-        head_s=limits.head_s,
-        decompressed_bytes=limits.decompressed_mb << 20,
-        body_s=limits.body_s,
-        idle_s=limits.idle_s,
-        first_byte_s=limits.first_byte_s,
-        request_s=limits.request_s,
-        retry_ratio=min(retry.budget for retry in retries),
-        attempts=min(retry.attempts for retry in retries),
-    )
-
-
-def _admin_token(server: ServerConfig) -> str | None:
-    name = server.access.admin_token_env
-    if name is None:
-        return None
-    token = os.environ.get(name)
-    if not token:
-        raise ConfigError(
-            f"server.access.admin_token_env: the environment variable {name} is not set"
-        )
-    return token
-
-
-def _configure_logs(level: str) -> None:
-    """One JSON line per event on stderr."""
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
+if __name__ == "__main__":
+    sys.exit(serve_child())

@@ -87,6 +87,7 @@ async def serve(
     ready: Callable[[int], None],
     ssl: ssl_module.SSLContext | None = None,
     front: Front = "aiohttp",
+    reuse_port: bool = False,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once.
 
@@ -98,6 +99,7 @@ async def serve(
         ready: Called with the port once connections are accepted.
         ssl: Context for TLS.
         front: What serves the connections of inference requests.
+        reuse_port: Let other processes of this gateway listen on the same port.
 
     Raises:
         OSError: If the address cannot be listened on.
@@ -108,7 +110,7 @@ async def serve(
     def on_signal() -> None:
         (hurry if stop.is_set() else stop).set()
 
-    listener = await Listener.start(app, host, port, ssl=ssl, front=front)
+    listener = await Listener.start(app, host, port, ssl=ssl, front=front, reuse_port=reuse_port)
     # What exists by now lives as long as the process; looking at it again finds nothing.
     gc.collect()
     gc.freeze()
@@ -155,6 +157,7 @@ class Listener:
         *,
         ssl: ssl_module.SSLContext | None = None,
         front: Front = "aiohttp",
+        reuse_port: bool = False,
     ) -> Listener:
         """Start the application and listen.
 
@@ -170,7 +173,9 @@ class Listener:
         raw = RawFront(app[API].serve, reference, limits, loop)
         connection = reference if front == "aiohttp" else raw.connection
         try:
-            server = await loop.create_server(connection, host, port, backlog=_BACKLOG, ssl=ssl)
+            server = await loop.create_server(
+                connection, host, port, backlog=_BACKLOG, ssl=ssl, reuse_port=reuse_port or None
+            )
         except BaseException:
             await runner.cleanup()
             raise

@@ -202,6 +202,8 @@ class LoadExchange:
                 tasks.create_task(self._listen())
                 tasks.create_task(self._look())
         finally:
+            for channel in self.channels.values():
+                channel.others.is_connected = False
             await self._say_goodbye()
 
     async def _talk(self) -> None:

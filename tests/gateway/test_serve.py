@@ -13,6 +13,10 @@ from gateway.proxy.server import Listener
 from gateway.serve import Gateway
 from gateway.settings import load
 from tests.fakes.engine import RawEngine, openai_engine
+from tests.support import free_port, poll_until
+from tests.valkey import Valkey, valkey
+
+__all__ = ["valkey"]
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.99.a1b; cc_entrypoint=cli; cch=%s;"
 RULES = ["stable-tools", "attribution-header", "volatile-tail"]
@@ -119,3 +123,73 @@ async def test_misses_and_tokenize_are_there(serving: Serving) -> None:
     assert "causes" in misses.json()
     assert metrics.status_code == 200
     assert tokens.json()["count"] == len(tokens.json()["tokens"]) > 0
+
+
+def settings_for(engine: RawEngine, **sections: Any) -> Any:
+    pool = {"name": "chat", "models": ["m"], "workers": [{"id": "w0", "url": engine.url}]}
+    flags: dict[Any, Any] = {("pools",): [pool]}
+    for section, values in sections.items():
+        flags |= {(section, name): value for name, value in values.items()}
+    return load(None, flags=flags, environ={})[0]
+
+
+async def test_with_an_admin_port_operators_have_no_way_in_on_the_client_port() -> None:
+    admin_port = free_port()
+    async with openai_engine() as engine, httpx.AsyncClient(timeout=10) as client:
+        settings = settings_for(engine, server={"admin_port": admin_port, "host": "127.0.0.1"})
+        gateway = Gateway(settings)
+        await gateway.start()
+        listener = await Listener.start(gateway.app, "127.0.0.1", 0)
+        inside, outside = f"http://127.0.0.1:{admin_port}", f"http://127.0.0.1:{listener.port}"
+        asked = await client.post(
+            outside + "/v1/chat/completions",
+            json={"model": "m", "messages": [{"role": "user", "content": "hello"}]},
+        )
+        found = {
+            path: [(await client.get(base + path)).status_code for base in (inside, outside)]
+            for path in ("/metrics", "/admin/v1/workers", "/admin/v1/index", "/health/ready")
+        }
+        await listener.stop(1.0)
+        await gateway.close()
+
+    assert asked.status_code == 200
+    assert found == {
+        "/metrics": [200, 404],
+        "/admin/v1/workers": [200, 404],
+        "/admin/v1/index": [200, 404],
+        "/health/ready": [200, 200],
+    }
+
+
+async def test_gateways_that_share_redis_see_each_others_load(valkey: Valkey) -> None:
+    async with openai_engine() as engine:
+        index = {"backend": "redis", "url": valkey.url}
+        gateways = [Gateway(settings_for(engine, index=index)) for _ in range(2)]
+        for gateway in gateways:
+            await gateway.start()
+        books = gateways[0].fleet.pools[0].workers["w0"].books
+        charge = books.charge(0.0, prompt_tokens=100, uncached_tokens=100)
+        others = gateways[1].fleet.pools[0].others
+        assert others is not None
+
+        await poll_until(lambda: (found := others.of("w0")) is not None and found.in_flight == 1)
+        books.finish(charge)
+        await poll_until(lambda: (found := others.of("w0")) is None or not found.in_flight)
+        for gateway in gateways:
+            await gateway.close()
+
+
+async def test_without_its_redis_a_gateway_starts_and_serves(valkey: Valkey) -> None:
+    valkey.stop()
+    async with openai_engine() as engine, httpx.AsyncClient(timeout=10) as client:
+        gateway = Gateway(settings_for(engine, index={"backend": "redis", "url": valkey.url}))
+        await gateway.start()
+        listener = await Listener.start(gateway.app, "127.0.0.1", 0)
+        answer = await client.post(
+            f"http://127.0.0.1:{listener.port}/v1/chat/completions",
+            json={"model": "m", "messages": [{"role": "user", "content": "hello"}]},
+        )
+        await listener.stop(1.0)
+        await gateway.close()
+
+    assert answer.status_code == 200

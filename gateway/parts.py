@@ -1,0 +1,78 @@
+"""Parts of a gateway as its settings ask for them."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from gateway.proxy.limits import Limits
+from gateway.proxy.rewrite import Rewriter
+from gateway.settings import ConfigError
+from prefix_index.canonical import FirstSeenMemory
+from prefix_index.replica.link import Link
+
+if TYPE_CHECKING:
+    from gateway.config import ServerConfig, Settings
+
+
+def make_rewriters(settings: Settings) -> dict[str, Rewriter]:
+    """Make the canonicalisation of each pool that has one, by pool name."""
+    # One memory: first-seen forms are kept per tenant, whatever pool the tenant's requests go to.
+    memory = FirstSeenMemory(time.monotonic)
+    return {
+        pool.name: Rewriter(
+            pool.canonicalize.mode, pool.canonicalize.rules, memory, clock=time.monotonic
+        )
+        for pool in settings.pools
+        if pool.canonicalize.mode != "off"
+    }
+
+
+def make_limits(settings: Settings) -> Limits:
+    """Make the bounds on what clients send."""
+    server, limits = settings.server, settings.server.limits
+    # One retry policy for the process: the strictest of the pools.
+    retries = [pool.retry for pool in settings.pools]
+    return Limits(
+        body_bytes=server.max_body_mb << 20,
+        head_bytes=limits.head_kb << 10,
+        headers=limits.headers,
+        head_s=limits.head_s,
+        decompressed_bytes=limits.decompressed_mb << 20,
+        body_s=limits.body_s,
+        idle_s=limits.idle_s,
+        first_byte_s=limits.first_byte_s,
+        request_s=limits.request_s,
+        retry_ratio=min(retry.budget for retry in retries),
+        attempts=min(retry.attempts for retry in retries),
+    )
+
+
+def admin_token(server: ServerConfig) -> str | None:
+    """Read the admin token; None if none is configured.
+
+    Raises:
+        ConfigError: If it is configured and not there.
+    """
+    name = server.access.admin_token_env
+    if name is None:
+        return None
+    token = os.environ.get(name)
+    if not token:
+        raise ConfigError(
+            f"server.access.admin_token_env: the environment variable {name} is not set"
+        )
+    return token
+
+
+def make_link(settings: Settings) -> Link | None:
+    """Make the one connection to Redis of this process, if there is to be one."""
+    index = settings.index
+    if index.backend != "redis":
+        return None
+    if index.url is None:
+        raise ConfigError("index.url: expected the server's address, as index.backend is redis")
+    return Link(
+        index.url, namespace=index.namespace, timeout_s=index.timeout_ms / 1000, tls=index.tls
+    )

@@ -1,0 +1,135 @@
+"""What operators see of several processes: metrics and admin endpoints, merged."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from gateway.supervisor.documents import merge_index, merge_misses, merge_workers
+from gateway.supervisor.exposition import merge, render
+from gateway.supervisor.peers import PEER_HEADER, Answer, passed_on
+from gateway.supervisor.windows import gauge_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from gateway.supervisor.child import Child
+    from gateway.supervisor.exposition import Snapshot
+
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# Answered by all processes together; every other document comes from one of them.
+MERGED: dict[str, Callable[[list[dict[str, Any]]], dict[str, Any]]] = {
+    "/admin/v1/workers": merge_workers,
+    "/admin/v1/index": merge_index,
+    "/admin/v1/misses": merge_misses,
+}
+# One process is enough: they change nothing, or what they do is done once.
+BY_ONE = frozenset(("/admin/v1/explain", "/admin/v1/warm"))
+
+
+class Operations:
+    """The handlers of the supervisor; used from its event loop.
+
+    Args:
+        children: All of them, running or not.
+        ended: What the ones that died had counted.
+        clock: Monotonic seconds, the children's.
+        max_body_bytes: Bound on what an operator may send.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        ended: Snapshot,
+        clock: Callable[[], float],
+        max_body_bytes: int,
+    ) -> None:
+        self._children = children
+        self._ended = ended
+        self._clock = clock
+        self._max_body_bytes = max_body_bytes
+
+    def app(self, *, is_internal: bool) -> web.Application:
+        """Build the application of the admin port, or of the children's socket.
+
+        Args:
+            is_internal: Whether only this gateway's own processes can reach it.
+        """
+        app = web.Application(client_max_size=self._max_body_bytes)
+
+        async def admin(request: web.Request) -> web.Response:
+            peer = request.headers.get(PEER_HEADER) if is_internal else request.remote
+            return await self._admin(request, passed_on(request, peer))
+
+        app.add_routes(
+            [
+                web.get("/metrics", self.metrics),
+                web.get("/health", self.live),
+                web.get("/health/live", self.live),
+                web.get("/health/ready", self.ready),
+                web.route("*", "/admin/v1/{tail:.*}", admin),
+            ]
+        )
+        return app
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        """``GET /metrics``: all processes as one gateway."""
+        await asyncio.gather(*(child.scrape() for child in self._children if child.is_ready))
+        living = [child.snapshot for child in self._children if child.snapshot is not None]
+        windows = [child.windows for child in self._children if child.windows is not None]
+        lines = (*gauge_lines(windows, self._clock()), *self._own_lines())
+        return web.Response(
+            body=render(merge(living, self._ended), lines),
+            headers={"content-type": METRICS_CONTENT_TYPE},
+        )
+
+    async def live(self, _request: web.Request) -> web.Response:
+        """``GET /health/live``: the supervisor answers."""
+        return web.json_response({"status": "ok"})
+
+    async def ready(self, _request: web.Request) -> web.Response:
+        """``GET /health/ready``: 200 while any process takes requests."""
+        num_ready = sum(child.is_ready for child in self._children)
+        status = {"status": "ready" if num_ready else "not_ready", "processes": num_ready}
+        return web.json_response(status, status=200 if num_ready else 503)
+
+    async def _admin(self, request: web.Request, headers: dict[str, str]) -> web.Response:
+        body = await request.read()
+        living = [child for child in self._children if child.is_ready]
+        merged = MERGED.get(request.path) if request.method == "GET" else None
+        if merged is None and (request.method == "GET" or request.path in BY_ONE):
+            living = living[:1]
+        asked = await asyncio.gather(
+            *(c.peer.ask(request.method, request.path_qs, headers, body) for c in living),
+            return_exceptions=True,
+        )
+        answers = [answer for answer in asked if isinstance(answer, Answer)]
+        for answer in answers:
+            if answer.status >= 400:
+                return answer.response()
+        if not answers:
+            return _unavailable()
+        if merged is not None:
+            documents = [orjson.loads(answer.body) for answer in answers]
+            answers[0].body = orjson.dumps(merged(documents))
+        return answers[0].response()
+
+    def _own_lines(self) -> Iterator[str]:
+        num_ready = sum(child.is_ready for child in self._children)
+        restarts = sum(child.num_restarts for child in self._children)
+        yield "# HELP warmlane_processes Processes that take requests"
+        yield "# TYPE warmlane_processes gauge"
+        yield f"warmlane_processes {num_ready}"
+        yield "# HELP warmlane_process_restarts_total Times a process was started again"
+        yield "# TYPE warmlane_process_restarts_total counter"
+        yield f"warmlane_process_restarts_total {restarts}"
+
+
+def _unavailable() -> web.Response:
+    error = {"message": "No process answers; they are starting or were stopped.",
+             "type": "server_error", "param": None, "code": "unavailable"}  # fmt: skip
+    return web.json_response({"error": error}, status=503, headers={"retry-after": "1"})

@@ -1,0 +1,203 @@
+"""Start the processes of one gateway, keep them running, and end them together.
+
+The order of starting and stopping stands in ``Supervisor.run``. The kernel spreads connections over
+the children, each of which listens on the client port itself (``SO_REUSEPORT``): one that stands
+still does not hold up the connections of the others, and nothing passes through the supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from aiohttp import web
+
+from gateway.supervisor.child import COMMAND, Child, Role
+from gateway.supervisor.exposition import Snapshot, accumulate
+from gateway.supervisor.operations import Operations
+
+if TYPE_CHECKING:
+    from gateway.config import Settings
+
+# Counts of a child that dies are lost since the last scrape; nobody may have scraped for long.
+SCRAPE_EVERY_S = 5.0
+# Beyond the drain time, for error events and closing; who needs more is killed.
+END_S = 10.0
+
+log = structlog.get_logger("warmlane")
+
+
+class Supervisor:
+    """The parent of all processes; one per gateway.
+
+    Args:
+        settings: Validated configuration with ``server.processes`` > 1.
+        command: What a child runs.
+    """
+
+    def __init__(self, settings: Settings, *, command: tuple[str, ...] = COMMAND) -> None:
+        self.settings = settings
+        self.children: list[Child] = []
+        self._command = command
+        self._ended: Snapshot = {}
+        self._was_ready = False
+        self._failed = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until a signal, then drain; a second signal ends at once.
+
+        Returns:
+            0, or 1 if a process could not even start.
+
+        Raises:
+            OSError: If an address cannot be listened on.
+        """
+        server = self.settings.server
+        folder = Path(tempfile.mkdtemp(prefix="warmlane-"))
+        runners: list[web.AppRunner] = []
+        try:
+            with reserve_port(server.host, server.port) as reserved:
+                port: int = reserved.getsockname()[1]
+                self.children = [self._child(n, port, folder) for n in range(server.processes)]
+                operations = Operations(
+                    self.children, self._ended, time.monotonic, server.max_body_mb << 20
+                )
+                inside = web.AppRunner(operations.app(is_internal=True), access_log=None)
+                runners.append(inside)
+                await inside.setup()
+                await web.UnixSite(inside, str(folder / "supervisor.sock")).start()
+                if server.admin_port is not None:
+                    outside = web.AppRunner(operations.app(is_internal=False), access_log=None)
+                    runners.append(outside)
+                    await outside.setup()
+                    await web.TCPSite(outside, server.host, server.admin_port).start()
+                return await self._run_children()
+        finally:
+            for runner in runners:
+                await runner.cleanup()
+            for child in self.children:
+                await child.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _child(self, number: int, port: int, folder: Path) -> Child:
+        has_admin_port = self.settings.server.admin_port is not None
+        role = Role(
+            name=f"p{number}",
+            settings=self.settings.model_dump(mode="json"),
+            port=port,
+            socket=str(folder / f"p{number}.sock"),
+            supervisor=None if has_admin_port else str(folder / "supervisor.sock"),
+        )
+        return Child(role, command=self._command, on_change=self._changed)
+
+    async def _run_children(self) -> int:
+        loop = asyncio.get_running_loop()
+        stop, hurry = asyncio.Event(), asyncio.Event()
+
+        def on_signal() -> None:
+            (hurry if stop.is_set() else stop).set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+        keeping = [asyncio.create_task(child.keep()) for child in self.children]
+        scraping = asyncio.create_task(self._scrape())
+        try:
+            await _first(stop, self._failed)
+            log.info("draining", processes=len(self.children))
+            self._signal(signal.SIGTERM)
+            await self._end(keeping, hurry)
+        finally:
+            scraping.cancel()
+            self._signal(signal.SIGKILL)
+            await asyncio.gather(*keeping, return_exceptions=True)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+        return 1 if self._failed.is_set() else 0
+
+    async def _end(self, keeping: list[asyncio.Task[None]], hurry: asyncio.Event) -> None:
+        """Wait for all children; pass a second signal on."""
+        hurried: set[asyncio.Task[Any]] = {asyncio.create_task(hurry.wait())}
+        waiting: set[asyncio.Task[Any]] = set(keeping)
+        deadline_s = time.monotonic() + self.settings.server.drain_s + END_S
+        while waiting and (left_s := deadline_s - time.monotonic()) > 0:
+            done, _ = await asyncio.wait(
+                waiting | hurried, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if hurried & done:
+                hurried = set()
+                self._signal(signal.SIGTERM)
+                deadline_s = min(deadline_s, time.monotonic() + END_S)
+            waiting -= done
+        for task in hurried:
+            task.cancel()
+
+    async def _scrape(self) -> None:
+        while True:
+            await asyncio.sleep(SCRAPE_EVERY_S)
+            for child in self.children:
+                if child.is_ready:
+                    await child.scrape()
+
+    def _signal(self, number: int) -> None:
+        for child in self.children:
+            child.signal(number)
+
+    def _changed(self, child: Child) -> None:
+        """Take note of a child that got ready or ended."""
+        if child.is_ready:
+            if not self._was_ready and all(c.is_ready for c in self.children):
+                self._was_ready = True
+                log.info("ready", port=child.role.port, processes=len(self.children))
+            return
+        if child.snapshot is not None:
+            accumulate(self._ended, child.snapshot)
+            child.snapshot = child.windows = None
+        if not self._was_ready and child.exit_code:
+            # As with one process: what cannot start is said, not tried for ever.
+            log.error("process_failed", process=child.role.name, exit_code=child.exit_code)
+            self._failed.set()
+
+
+def reserve_port(host: str, port: int) -> socket.socket:
+    """Bind the client port without listening, so that the children share it and nobody else.
+
+    Raises:
+        OSError: If it is in use.
+    """
+    family, _, _, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    # A second gateway with the same port would quietly take half of the connections: somebody who
+    # does not share finds out.
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+        address = probe.getsockname()
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(address)
+    except BaseException:
+        reserved.close()
+        raise
+    return reserved
+
+
+async def _first(*events: asyncio.Event) -> None:
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
