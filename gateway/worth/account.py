@@ -1,0 +1,269 @@
+"""Who reuses what, and whether a lower tier pays for it: fed by every finished attempt, bounded.
+
+Three views of the same requests: pools, tenants, and documents, which are whatever the affinity key
+names (a document, a session, a prefix). Raw keys stay in memory; what is shown is their hash.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from functools import partial
+from math import exp2
+from typing import TYPE_CHECKING, Any
+
+from gateway.routing.cost import HALF_LIFE_S, prefill_s, restore_link_s
+from gateway.routing.ticket import Outcome
+from gateway.telemetry.decision_log import hashed_key
+from gateway.worth.advice import separate_pools
+from gateway.worth.group import WINDOW_S, Group, Use
+from gateway.worth.rule import MANAGEMENT_S, Verdict
+from gateway.worth.seen import SeenPrefixes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gateway.routing.cost import Candidate, CostModel
+    from gateway.routing.plan import Plan
+    from gateway.routing.ticket import Ticket
+
+# Documents with their own sums, 1 KB each; the least recently used ones become "other".
+MAX_DOCUMENTS = 2048
+# Tenants of all pools likewise; they come from the configuration, which is not that long.
+MAX_TENANTS = 256
+# Documents that are listed; the rest is summed up.
+MAX_LISTED = 50
+OTHER = "other"
+# Weight of what was known about a pool's restores when one more is seen.
+_KEEP = 0.95
+
+
+class WorthAccount:
+    """Adds up what finished requests reused; event loop only.
+
+    Args:
+        clock: Monotonic seconds, the dispatcher's.
+        offload_limit: Most leading tokens of a request that its tier may be given, were it worth
+            it; None for no limit.
+        write_per_read: How much longer a worker takes to write a token to the tier than to read
+            it.
+        secret: For ``hashed_key``.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        offload_limit: Callable[[Plan], int | None] = lambda _plan: None,
+        write_per_read: Callable[[str], float] = lambda _worker: 1.0,
+        secret: bytes = b"",
+    ) -> None:
+        self._clock = clock
+        self._offload_limit = offload_limit
+        self._write_per_read = write_per_read
+        self._secret = secret
+        self._seen = SeenPrefixes()
+        self._pools: dict[str, Group] = {}
+        self._tenants: dict[tuple[str, str], Group] = {}
+        self._documents: OrderedDict[tuple[str, str], Group] = OrderedDict()
+        self._other: dict[str, Group] = {}
+        # Tokens and seconds of the restores seen in each pool: which tier its KV comes from.
+        self._restored: dict[str, tuple[float, float]] = {}
+
+    def observe(self, plan: Plan, ticket: Ticket) -> int:
+        """Take note of a finished attempt; quick, and never raises.
+
+        Returns:
+            Leading tokens of its prompt that had been computed before, in whole grains.
+        """
+        if ticket.outcome is not Outcome.OK or plan.prompt is None:
+            return 0
+        now_s = self._clock()
+        prompt = plan.prompt
+        shared = self._seen.add(prompt.block_hashes, prompt.block_size)
+        decision = ticket.decision
+        candidate = decision.input.candidates[decision.position]
+        if candidate.model is None:
+            return shared  # nothing can be priced yet
+        use = self._use(plan, ticket, candidate, candidate.model, shared, now_s)
+        for group in self._groups_of(plan, now_s):
+            group.add(use, now_s)
+        return shared
+
+    def verdict(self, plan: Plan) -> Verdict:
+        """Say whether a lower tier is worth it for a request: its document's, tenant's or pool's.
+
+        The narrowest group that is known decides. For the request path: at most three look-ups.
+        """
+        pool, tenant = plan.pool.name, plan.inbound.tenant
+        now_s = self._clock()
+        for group in (
+            self._documents.get((pool, plan.key.ring_key)),
+            self._tenants.get((pool, tenant)) if tenant else None,
+            self._pools.get(pool),
+        ):
+            if group is not None and (found := group.verdict(now_s)) is not Verdict.UNKNOWN:
+                return found
+        return Verdict.UNKNOWN
+
+    def report(self) -> dict[str, Any]:
+        """Return ``GET /admin/v1/worth``, as plain JSON values."""
+        now_s = self._clock()
+        pools = [{"pool": pool} | _row(group, now_s) for pool, group in self._pools.items()]
+        tenants = [
+            {"pool": pool, "tenant": tenant} | _row(group, now_s)
+            for (pool, tenant), group in self._tenants.items()
+        ]
+        return {
+            "window_s": WINDOW_S,
+            "management_s": MANAGEMENT_S,
+            "pools": pools,
+            "tenants": tenants,
+            "documents": list(self._listed(now_s)),
+            "advice": separate_pools(tenants),
+        }
+
+    def tenants(self) -> Iterator[tuple[str, str, Group]]:
+        """Yield pool, tenant and sums; the tenant is empty for a whole pool."""
+        for pool, group in self._pools.items():
+            yield pool, "", group
+        for (pool, tenant), group in self._tenants.items():
+            yield pool, tenant, group
+
+    def _use(
+        self,
+        plan: Plan,
+        ticket: Ticket,
+        c: Candidate,
+        model: CostModel,
+        shared: int,
+        now_s: float,
+    ) -> Use:
+        observed, predicted = ticket.observed_hit_tokens, ticket.predicted_hit_tokens
+        held = max(other.hit_tokens for other in ticket.decision.input.candidates)
+        held = max(held, predicted if observed is None else observed)
+        limit = self._offload_limit(plan)
+        offered = plan.num_tokens if limit is None else min(limit, plan.num_tokens)
+        new_tokens = max(0, offered - shared)
+        rate = self._restore_rate(plan.pool.name, c, model)
+        return Use(
+            prompt_tokens=plan.num_tokens,
+            shared_tokens=shared,
+            # Of a worker whose cache cannot be seen nothing is known to be lost.
+            lost_tokens=max(0, shared - held) if plan.pool.is_readable(ticket.worker) else 0,
+            recompute_s=prefill_s(model, shared, shared) if shared else 0.0,
+            restore_s=shared / rate,
+            store_tokens=new_tokens,
+            store_s=new_tokens / rate * self._write_per_read(ticket.worker.id),
+            eviction_s=_eviction_s(plan, ticket, c, model, new_tokens, now_s),
+            prefill_token_s=model.token_s,
+        )
+
+    def _restore_rate(self, pool: str, c: Candidate, model: CostModel) -> float:
+        """Return tokens per second of the tier that this pool's KV comes back from."""
+        restored = c.hit_cpu + c.hit_disk + c.hit_remote
+        if restored:
+            tokens, seconds = self._restored.get(pool, (0.0, 0.0))
+            tokens = _KEEP * tokens + restored
+            seconds = _KEEP * seconds + restore_link_s(model, c)
+            self._restored[pool] = (tokens, seconds)
+            return tokens / seconds
+        if pool in self._restored:
+            tokens, seconds = self._restored[pool]
+            return tokens / seconds
+        return model.restore_cpu_tokens_per_s
+
+    def _groups_of(self, plan: Plan, now_s: float) -> Iterator[Group]:
+        pool, tenant, key = plan.pool.name, plan.inbound.tenant, plan.key
+        if pool not in self._pools:
+            self._pools[pool] = Group(now_s)
+        yield self._pools[pool]
+        if tenant:
+            if (pool, tenant) not in self._tenants and len(self._tenants) >= MAX_TENANTS:
+                tenant = OTHER
+            if (pool, tenant) not in self._tenants:
+                self._tenants[pool, tenant] = Group(now_s, tenant=tenant)
+            yield self._tenants[pool, tenant]
+        name = (pool, key.ring_key)
+        group = self._documents.get(name)
+        if group is None:
+            group = self._documents[name] = Group(now_s, tenant=tenant, kind=key.kind)
+            self._forget_coldest(now_s)
+        else:
+            self._documents.move_to_end(name)
+        yield group
+
+    def _forget_coldest(self, now_s: float) -> None:
+        while len(self._documents) > MAX_DOCUMENTS:
+            (pool, _), group = self._documents.popitem(last=False)
+            if pool not in self._other:
+                self._other[pool] = Group(now_s, kind=OTHER)
+            self._other[pool].absorb(group, now_s)
+
+    def _listed(self, now_s: float) -> Iterator[dict[str, Any]]:
+        """Yield the documents that save most, then per pool the sum of all others."""
+        for group in self._documents.values():
+            group.fade(now_s)
+        ranked = sorted(
+            self._documents.items(),
+            key=lambda item: item[1].recompute_s - item[1].restore_s,
+            reverse=True,
+        )
+        others: dict[str, Group] = {}
+        for number, ((pool, ring_key), group) in enumerate(ranked):
+            if number < MAX_LISTED:
+                named = {"document": hashed_key(ring_key, self._secret), "kind": group.kind}
+                yield {"pool": pool, "tenant": group.tenant} | named | _row(group, now_s)
+            else:
+                others.setdefault(pool, Group(now_s)).absorb(group, now_s)
+        for pool, group in self._other.items():
+            others.setdefault(pool, Group(now_s)).absorb(group, now_s)
+        for pool, group in others.items():
+            named = {"document": OTHER, "kind": OTHER}
+            yield {"pool": pool, "tenant": ""} | named | _row(group, now_s)
+
+
+def _eviction_s(
+    plan: Plan, ticket: Ticket, c: Candidate, model: CostModel, new_tokens: int, now_s: float
+) -> float:
+    """Return the recompute of what new tokens push out of a full CPU tier, as routing prices it."""
+    if not c.cpu_capacity_tokens or not new_tokens:
+        return 0.0
+    over = min(new_tokens, new_tokens - (c.cpu_capacity_tokens - c.cpu_held_tokens))
+    if over <= 0:
+        return 0.0
+    index, worker = plan.pool.index, ticket.worker
+    age_s = 0.0
+    if index is not None:
+        # The tier's own order is not told; its oldest block is at least as old as the device's.
+        is_held = partial(index.holds, worker.id, tier="gpu")
+        age_s = worker.mirror.oldest_age_s(now_s, is_held)
+    return over * model.token_s * exp2(-age_s / HALF_LIFE_S)
+
+
+def _row(group: Group, now_s: float) -> dict[str, Any]:
+    terms = group.terms(now_s)
+    worth = group.worth(now_s)
+    return {
+        "verdict": worth.verdict.value,
+        "requests": round(terms.requests, 2),
+        "reuse_count": round(terms.reuse_count, 2),
+        "shared_prefix_tokens": round(terms.shared_prefix_tokens, 1),
+        "recompute_s": terms.recompute_s,
+        "restore_s": terms.restore_s,
+        "reuse_gain_s": worth.reuse_gain_s,
+        "saved_s": worth.saved_s,
+        "store_s": terms.store_s,
+        "eviction_s": terms.eviction_s,
+        "prefill_token_s": terms.prefill_token_s,
+        "restore_tokens_per_s": terms.restore_tokens_per_s,
+        "prompt_tokens": round(group.prompt_tokens),
+        "shared_tokens": round(group.shared_tokens),
+        "lost_tokens": round(group.lost_tokens),
+        "store_tokens": round(group.store_tokens),
+        "short": {
+            "worth_cache": worth.short_verdict.value,
+            "gain_s": worth.short_gain_s,
+            "cost_s": worth.short_cost_s,
+        },
+    }
