@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Tenants that wait no more are remembered as long as they are ahead of the others; looked through
-# when there are twice as many as this of them.
-_MAX_REMEMBERED = 64
+# So many tenants that wait no more are remembered, so that coming back gains them nothing.
+_MAX_REMEMBERED = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +97,9 @@ class FairQueue(Generic[T]):
         tenant = place.tenant
         self._clock = max(self._clock, self._served[tenant])
         self._served[tenant] += self._share(place)
-        if len(self._served) > 2 * _MAX_REMEMBERED:
+        if len(self._served) > len(self._lines) + _MAX_REMEMBERED:
             waiting = {name for _, name in self._lines}
-            self._served = {
-                name: at for name, at in self._served.items() if at > self._clock or name in waiting
-            }
+            self._served = {name: at for name, at in self._served.items() if name in waiting}
 
     def in_order(self) -> Iterator[Place[T]]:
         """Yield those who wait, the next one first, as if each was served; change nothing."""

@@ -74,7 +74,8 @@ class _Line:
         self.queue: FairQueue[_Waiting] = FairQueue(standings)
         self.is_due = False
         self.recheck: asyncio.TimerHandle | None = None
-        self.retry_after_s = 1.0
+        # When the shortest queue will be short enough, as predicted.
+        self.free_at_s = 0.0
 
 
 class Gate:
@@ -147,10 +148,11 @@ class Gate:
         """
         pool, now_s = plan.pool, self._clock()
         line = self._lines.get(pool.name) or _Line(pool, self._standings)
-        line.retry_after_s = _excess_s(decision, self.max_wait_s)
+        excess_s = _excess_s(decision, self.max_wait_s)
+        line.free_at_s = now_s + excess_s
         if len(line.queue) >= pool.max_queue:
             _count(self.num_full, pool)
-            raise GateFull(len(line.queue), line.retry_after_s)
+            raise GateFull(len(line.queue), excess_s)
         self._lines[pool.name] = line
         _count(self.num_waited, pool)
         plan.queued = True
@@ -158,7 +160,7 @@ class Gate:
         place = line.queue.add(waiting, plan.inbound.tenant, float(plan.num_tokens))
         waiting.deadline = self._call_later(pool.deadline_s, lambda: self._time_out(line, place))
         # Whoever comes while others wait may still be the one that a worker is free for.
-        self._look(line) if len(line.queue) > 1 else self._recheck(line, line.retry_after_s)
+        self._look(line) if len(line.queue) > 1 else self._recheck(line, excess_s)
         try:
             return await waiting.result
         except asyncio.CancelledError:
@@ -212,8 +214,9 @@ class Gate:
             if number + 1 >= MAX_LOOKED_AT or is_impatient:
                 break
         if first is not None:
-            line.retry_after_s = _excess_s(first, self.max_wait_s)
-            self._recheck(line, line.retry_after_s)
+            excess_s = _excess_s(first, self.max_wait_s)
+            line.free_at_s = now_s + excess_s
+            self._recheck(line, excess_s)
         return False
 
     def _recheck(self, line: _Line, delay_s: float) -> None:
@@ -227,7 +230,8 @@ class Gate:
     def _time_out(self, line: _Line, place: Place[_Waiting]) -> None:
         if not place.item.result.done() and line.queue.leave(place):
             _count(self.num_timeouts, line.pool)
-            error = GateTimeout(line.pool.deadline_s, line.retry_after_s)
+            retry_after_s = max(0.0, line.free_at_s - self._clock())
+            error = GateTimeout(line.pool.deadline_s, retry_after_s)
             place.item.result.set_exception(error)
             self._tidy(line)
 
