@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
+    from gateway.fleet.feed import Feed
     from gateway.fleet.fleet import Fleet
     from gateway.telemetry.requests import Observed, Telemetry
 
@@ -30,6 +31,20 @@ WORKER = ("pool", "worker")
 CUMULATIVE = {"kv_cache_eviction_count", "gpu_stall_due_to_kv_restore"}
 # Adding means over workers would be no latency of anything; these have no fleet sample.
 MEANS = {"kv_cache_offload_read_latency", "kv_cache_offload_write_latency"}
+# warmlane_kv_event_NAME_total -> what it counts, and where that is read.
+EVENT_COUNTS: dict[str, tuple[str, Callable[[Feed], int]]] = {
+    "gaps": ("Times KV events were missing", lambda feed: feed.subscriber.gaps),
+    "losses": ("Times missing ones could not be had", lambda feed: feed.subscriber.losses),
+    "replays": ("Times the worker's buffer answered", lambda feed: feed.subscriber.replays),
+    "restarts": ("Times the worker's cache was new", lambda feed: feed.restarts),
+    "decode_errors": ("Messages that were no events", lambda feed: feed.subscriber.decode_errors),
+    "unknown": ("Events of a type not known here", lambda feed: feed.subscriber.unknown_events),
+    "orphans": ("Events that waited for their parent", lambda feed: feed.ingest.orphans),
+    "rejected": ("Events that could not be used", lambda feed: feed.ingest.rejected),
+    "implausible": ("Events that contradict themselves", lambda feed: feed.ingest.implausible),
+    "stored_blocks": ("Block copies that came", lambda feed: feed.ingest.stored),
+    "removed_blocks": ("Block copies that left", lambda feed: feed.ingest.removed),
+}
 
 
 class FleetCollector(Collector):
@@ -49,6 +64,7 @@ class FleetCollector(Collector):
         yield from self._observed()
         yield from self._reported()
         yield from self._state()
+        yield from self._events()
 
     def _observed(self) -> Iterator[Metric]:
         """Yield the contract's names that the gateway measures itself."""
@@ -107,8 +123,9 @@ class FleetCollector(Collector):
                 else GaugeMetricFamily(name, text, labels=SCOPE)
             )
             values = {
-                worker: watch.scrape.values[name]
-                for worker, watch in self._fleet.watches.items()
+                watch.name: watch.scrape.values[name]
+                # Ranks share the watch of their address.
+                for watch in dict.fromkeys(self._fleet.watches.values())
                 if name in watch.scrape.values
             }
             if values and name not in MEANS:
@@ -141,12 +158,6 @@ class FleetCollector(Collector):
         age = GaugeMetricFamily(
             "warmlane_index_age_seconds", "Time since the worker's last KV event", labels=WORKER
         )
-        gaps = CounterMetricFamily(
-            "warmlane_kv_event_gaps", "Times KV events were missing", labels=WORKER
-        )
-        errors = CounterMetricFamily(
-            "warmlane_kv_event_decode_errors", "Messages that were no events", labels=WORKER
-        )
         unread = CounterMetricFamily(
             "warmlane_unread_prompts", "Prompts routed without tokens", labels=("pool", "reason")
         )
@@ -165,7 +176,34 @@ class FleetCollector(Collector):
                         blocks.add_metric((*at, tier), count)
                 if worker.last_event_s is not None:
                     age.add_metric(at, now_s - worker.last_event_s)
-                if feed := self._fleet.feeds.get(worker.id):
-                    gaps.add_metric(at, feed.subscriber.gaps)
-                    errors.add_metric(at, feed.subscriber.decode_errors)
-        yield from (ready, exact, parity, flight, queued, blocks, age, gaps, errors, unread)
+        yield from (ready, exact, parity, flight, queued, blocks, age, unread)
+
+    def _events(self) -> Iterator[Metric]:
+        """Yield what came of the workers' KV events, for those that this process follows."""
+        counts = {
+            name: CounterMetricFamily(f"warmlane_kv_event_{name}", text, labels=WORKER)
+            for name, (text, _) in EVENT_COUNTS.items()
+        }
+        lag = GaugeMetricFamily(
+            "warmlane_kv_event_lag_seconds",
+            "How long events have been due that did not come",
+            labels=WORKER,
+        )
+        health = GaugeMetricFamily(
+            "warmlane_kv_event_health",
+            "1 for the state that a worker's events are in",
+            labels=(*WORKER, "state"),
+        )
+        for pool in self._fleet.pools:
+            for worker in pool.workers.values():
+                feed = self._fleet.feeds.get(worker.id)
+                if feed is None:
+                    continue
+                at = (pool.name, worker.id)
+                for name, (_, read) in EVENT_COUNTS.items():
+                    counts[name].add_metric(at, read(feed))
+                lag.add_metric(at, feed.lag_s)
+                health.add_metric((*at, feed.health.value), 1)
+        yield from counts.values()
+        yield lag
+        yield health

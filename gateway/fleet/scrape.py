@@ -1,7 +1,7 @@
 """What the gateway reads from a worker's ``/metrics``: capacity, epoch, queue, KV figures.
 
 Only lines of the names below are parsed; an engine may export thousands of others.
-Names checked against vLLM 0.32 and the bundled runner.
+Names checked against vLLM 0.32, SGLang 0.5.23 and the bundled runner.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _NAMES = (
     "vllm:cache_config_info",
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
+    "sglang:num_running_reqs",
+    "sglang:num_queue_reqs",
     *WORKER_VALUES,
 )
 _SAMPLE = re.compile(
@@ -76,9 +78,9 @@ def _take(scrape: Scrape, name: str, labels: str, value: float) -> None:
             scrape.block_size = int(block_size)
             if blocks.isdigit():
                 scrape.capacity_tokens = int(block_size) * int(blocks)
-    elif name == "vllm:num_requests_running":
+    elif name in ("vllm:num_requests_running", "sglang:num_running_reqs"):
         scrape.running = (scrape.running or 0.0) + value
-    elif name == "vllm:num_requests_waiting":
+    elif name in ("vllm:num_requests_waiting", "sglang:num_queue_reqs"):
         scrape.waiting = (scrape.waiting or 0.0) + value
     else:
         scrape.values[name] = value

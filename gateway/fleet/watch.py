@@ -1,6 +1,7 @@
-"""Keeps asking one worker how it is: health every second, metrics every few seconds.
+"""Keeps asking one address how it is: health every second, metrics every few seconds.
 
-What it learns (alive, capacity, block size, epoch, KV figures) it writes into the ``Worker``.
+What it learns (alive, capacity, block size, epoch, KV figures) it writes into its workers: one, or
+one for each data-parallel rank behind it, which share their health.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from gateway.errors import ConnectFailed, UpstreamError
 from gateway.fleet.scrape import Scrape, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from gateway.routing.pool import Worker
     from gateway.upstream.client import Upstream
@@ -32,22 +33,25 @@ log = structlog.get_logger("warmlane")
 
 
 class Watch:
-    """Watches one worker; used from the event loop only.
+    """Watches one address; used from the event loop only.
 
     Args:
-        worker: Gets what is learned.
+        name: Of the address.
+        workers: Get what is learned; never empty, and may change meanwhile.
         upstream: Its connections.
-        on_epoch: Called when the worker's process turns out to be a new one.
-        on_alive: Awaited after each scrape of a healthy worker.
+        on_epoch: Called when its process turns out to be a new one.
+        on_alive: Awaited after each scrape while it is healthy.
 
     Attributes:
+        name: What logs and metrics call it.
         scrape: The last reading of its metrics.
         checked: Set once the first check has an answer or has failed.
     """
 
     def __init__(
         self,
-        worker: Worker,
+        name: str,
+        workers: Sequence[Worker],
         upstream: Upstream,
         *,
         on_epoch: Callable[[], None],
@@ -56,7 +60,8 @@ class Watch:
     ) -> None:
         self.scrape = Scrape()
         self.checked = asyncio.Event()
-        self._worker = worker
+        self.name = name
+        self._workers = workers
         self._upstream = upstream
         self._on_epoch = on_epoch
         self._on_alive = on_alive
@@ -66,24 +71,24 @@ class Watch:
     async def run(self) -> None:
         """Check until cancelled."""
         while True:
-            was_ready = self._worker.health.ready
+            was_ready = self._workers[0].health.ready
             healthy = await self._check()
-            if was_ready != self._worker.health.ready:
-                log.warning("worker_ready", worker=self._worker.id, ready=not was_ready)
+            if was_ready != self._workers[0].health.ready:
+                log.warning("worker_ready", worker=self.name, ready=not was_ready)
             if healthy and self._clock() - self._scraped_s >= SCRAPE_EVERY_S:
                 await self._scrape()
             self.checked.set()
             await asyncio.sleep(CHECK_EVERY_S)
 
     async def _check(self) -> bool:
-        health = self._worker.health
+        health = self._workers[0].health
         try:
             status, _ = await self._get("/health", CHECK_DEADLINE_S)
         except UpstreamError as error:
             health.check_failed(
                 self._clock(),
                 timed_out=not isinstance(error, ConnectFailed),
-                is_streaming=self._worker.books.num_decoding > 0,
+                is_streaming=any(worker.books.num_decoding > 0 for worker in self._workers),
             )
             # A worker that is gone comes back as a new process: look at once then.
             self._scraped_s = float("-inf")
@@ -103,15 +108,17 @@ class Watch:
         self._scraped_s = self._clock()
         scrape = parse(body.decode("utf-8", "replace")) if status == 200 else Scrape()
         self.scrape = scrape
-        worker = self._worker
-        if scrape.capacity_tokens is not None:
-            worker.capacity_tokens = scrape.capacity_tokens
-        if scrape.block_size is not None:
-            worker.block_size = scrape.block_size
-        if scrape.epoch is not None:
-            if worker.epoch is not None and worker.epoch != scrape.epoch:
-                self._on_epoch()
-            worker.epoch = scrape.epoch
+        is_new = False
+        for worker in self._workers:
+            if scrape.capacity_tokens is not None:
+                worker.capacity_tokens = scrape.capacity_tokens
+            if scrape.block_size is not None:
+                worker.block_size = scrape.block_size
+            if scrape.epoch is not None:
+                is_new = is_new or worker.epoch not in (None, scrape.epoch)
+                worker.epoch = scrape.epoch
+        if is_new:
+            self._on_epoch()
         await self._on_alive(scrape)
 
     async def _get(self, path: str, deadline_s: float) -> tuple[int, bytes]:
