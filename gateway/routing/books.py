@@ -6,6 +6,7 @@ numbers return to zero when nothing is in flight; a property test holds the book
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from gateway.routing.active import ActiveBlocks, Run
@@ -73,6 +74,7 @@ class Books:
         prefilled_s: Estimated prefill seconds completed since the start; only ever grows.
         out_busy_until_s: When the pulls that others make from this worker end.
         awaited: Requests whose first token is predicted and missing, in routing order.
+        due_s: When the first token of the first of them is predicted; infinite without any.
     """
 
     def __init__(self, block_size: int = 16) -> None:
@@ -84,6 +86,7 @@ class Books:
         self._kv_tail_tokens = 0
         # In routing order, so that the first one is the one the engine should serve next.
         self.awaited: dict[Charge, float] = {}
+        self.due_s = inf
         self._num_queued = 0
 
     @property
@@ -145,9 +148,7 @@ class Books:
 
         An engine that is out of slots, stuck or slower than believed shows here first.
         """
-        for due_s in self.awaited.values():
-            return max(0.0, now_s - due_s)
-        return 0.0
+        return max(0.0, now_s - self.due_s)
 
     def charge(
         self,
@@ -193,6 +194,8 @@ class Books:
             tail,
         )
         if due_s is not None:
+            if not self.awaited:
+                self.due_s = due_s
             self.awaited[charge] = due_s
         self._num_queued += 1
         load.in_flight += 1
@@ -261,6 +264,7 @@ class Books:
         charge.is_queued = False
         if charge.due_s is not None:
             del self.awaited[charge]
+            self.due_s = next(iter(self.awaited.values()), inf)
         self._num_queued -= 1
         load = self.load
         load.queued_tokens -= charge.uncached_tokens

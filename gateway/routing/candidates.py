@@ -84,21 +84,26 @@ def _candidates(
     """Copy each worker's row and fill in what depends on the request or on the time."""
     pool, hashes = plan.pool, plan.hashes or ()
     index = pool.index
-    prompt_tokens, new_tokens = plan.num_tokens, num_blocks * pool.block_size
-    demand = prompt_tokens + OUTPUT_ALLOWANCE_TOKENS
+    block_size, adapter = pool.block_size, plan.adapter
+    new_tokens = num_blocks * block_size
+    demand = plan.num_tokens + OUTPUT_ALLOWANCE_TOKENS
     all_pull = pool.peer_pull == "llm-d"
     is_modelled = True
     candidates = []
-    for worker in pool.workers.values():
+    for worker_id, worker in pool.workers.items():
         books, health = worker.books, worker.health
         c = _copy(books.load)
-        c.worker = worker.id
+        c.worker = worker_id
         c.model = learned = worker.learner.model
         c.max_batched_tokens = worker.max_batched_tokens
         c.new_tokens = new_tokens
-        c.mode = worker.mode if pool.is_readable(worker) else "text"
-        hit = hits.get(c.worker)
-        if hit is not None and c.mode != "text":
+        mode = worker.mode
+        # The pool is asked only about workers that have something wrong with them.
+        if worker.num_diverged or worker.block_size is not None or worker.is_apart:
+            mode = mode if pool.is_readable(worker) else "text"
+        c.mode = mode
+        hit = hits.get(worker_id)
+        if hit is not None and mode != "text":
             c.hit_gpu, c.hit_cpu, c.hit_disk, c.hit_remote = hit
         if learned is None:
             is_modelled = False
@@ -110,20 +115,20 @@ def _candidates(
             needed = c.active_tokens + new_tokens + OUTPUT_ALLOWANCE_TOKENS
             if needed > MEMORY_FILL * capacity:
                 c.new_tokens -= books.common_tokens(hashes)
-            if index is not None and c.mode != "text":
-                c.held_tokens = index.held_blocks(c.worker) * index.block_size
+            if index is not None and mode != "text":
+                c.held_tokens = held = index.held_blocks(worker_id) * block_size
                 if worker.cpu_capacity_tokens:
                     c.cpu_capacity_tokens = worker.cpu_capacity_tokens
-                    c.cpu_held_tokens = index.held_blocks(c.worker, "cpu") * index.block_size
+                    c.cpu_held_tokens = index.held_blocks(worker_id, "cpu") * block_size
                 # At most this much is needed; choose() computes it exactly.
-                if c.held_tokens + demand + c.queued_tokens > EVICTION_FILL * capacity:
+                if held + demand + c.queued_tokens > EVICTION_FILL * capacity:
                     _read_ages(index, worker, c, now_s)
         if health.failures:
             c.bias = health.bias(now_s)
-        if books.awaited:
-            c.overdue_s = books.overdue_s(now_s)
-        if exclude or worker.draining or health.is_suspect or worker.is_apart or plan.adapter:
-            c.why = _why(worker, now_s, exclude, plan.adapter)
+        if books.due_s < now_s:
+            c.overdue_s = now_s - books.due_s
+        if exclude or worker.draining or health.is_suspect or worker.is_apart or adapter:
+            c.why = _why(worker, now_s, exclude, adapter)
             c.eligible = c.why == "ok"
         candidates.append(c)
     if not is_modelled:

@@ -38,12 +38,13 @@ class Health:
 
     Attributes:
         failures: Consecutive failed requests.
-        ready: Last verdict of the health checks; a worker starts ready, else nothing could start.
+        is_suspect: Whether it is worth asking ``ready`` and ``may_route``; cheap to read.
     """
 
     def __init__(self) -> None:
         self.failures = 0
-        self.ready = True
+        self.is_suspect = False
+        self._ready = True
         self._failed_checks = 0
         self._failed_at_s = float("-inf")
         self._alive_at_s = float("-inf")
@@ -58,9 +59,14 @@ class Health:
         return Breaker.OPEN if now_s < self._open_until_s else Breaker.HALF_OPEN
 
     @property
-    def is_suspect(self) -> bool:
-        """Whether it is worth asking ``ready`` and ``may_route``: cheap, for every request."""
-        return self._open_until_s is not None or not self.ready
+    def ready(self) -> bool:
+        """Last verdict of the health checks; a worker starts ready, else nothing could start."""
+        return self._ready
+
+    @ready.setter
+    def ready(self, ready: bool) -> None:
+        self._ready = ready
+        self.is_suspect = not ready or self._open_until_s is not None
 
     def may_route(self, now_s: float) -> bool:
         """Whether the breaker lets a request through: one at a time while half-open."""
@@ -105,6 +111,7 @@ class Health:
                 self._open_until_s = now_s + self._pause_s
         elif self.failures >= MAX_FAILURES:
             self._open_until_s = now_s + self._pause_s
+            self.is_suspect = True
 
     def trial_ended(self) -> None:
         """Note that the half-open trial ended without a verdict (the client left)."""

@@ -40,21 +40,24 @@ class Prices:
         request: What they are computed from.
         hits: Tokens counted as held by each candidate, pending credit included.
         in_seconds: Whether all that may be chosen have cost constants.
+
+    Attributes:
+        known: What was priced so far, by position.
     """
 
-    __slots__ = ("_known", "_request", "hits", "in_seconds")
+    __slots__ = ("_request", "hits", "in_seconds", "known")
 
     def __init__(self, request: RouteInput, hits: list[int], *, in_seconds: bool) -> None:
         self.hits = hits
         self.in_seconds = in_seconds
         self._request = request
-        self._known: dict[int, Estimate] = {}
+        self.known: dict[int, Estimate] = {}
 
     def __getitem__(self, position: int) -> Estimate:
         """Return the estimate of the candidate at a position."""
-        known = self._known.get(position)
+        known = self.known.get(position)
         if known is None:
-            known = self._known[position] = self._price(position)
+            known = self.known[position] = self._price(position)
         return known
 
     def all(self) -> list[Estimate]:
@@ -102,19 +105,19 @@ class Prices:
         best = self[first].cost
         limit = best + ROUNDING * (1.0 + best)
         costs = {first: best}
-        bounds: dict[int, tuple[float, float]] = {}
         # None is missing: these are prices in seconds.
         models = [model for i in positions if (model := candidates[i].model) is not None]
         bound = self._bound(positions, models)
-        for i, model in zip(positions, models, strict=True):
+        bounds = {hit: bound(hit) for hit in set(hits)}
+        # Most often this leaves the holders of a prefix alone.
+        open_hits = {hit for hit, (floor, _) in bounds.items() if floor <= limit}
+        for i in [i for i in positions if hits[i] in open_hits]:
             hit = hits[i]
-            known = bounds.get(hit)
-            if known is None:
-                known = bounds[hit] = bound(hit)
-            floor, prefill = known
-            if floor > limit:
-                continue
+            floor, prefill = bounds[hit]
             c = candidates[i]
+            model = c.model
+            if floor > limit or model is None:
+                continue
             queued = c.queued_s
             if queued:
                 progress = now_s - c.progress_at_s

@@ -43,6 +43,11 @@ def source_name(source: str) -> str:
     return "store" if source == STORE else f"peer:{source}"
 
 
+def source_id(name: str) -> str:
+    """Return whose name it is: a worker id, or ``STORE``."""
+    return STORE if name == "store" else name.removeprefix("peer:")
+
+
 def with_sources(
     own: Estimate,
     c: Candidate,

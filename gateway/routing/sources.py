@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway.routing.cost import STORE, Source
-from gateway.routing.pull import MIN_PULL_TOKENS
+from gateway.routing.pull import MIN_PULL_TOKENS, source_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -103,16 +103,21 @@ class PullRequest(msgspec.Struct, frozen=True):
         Returns:
             None when the body stays as it is: nothing to add, or the client named a source.
         """
-        params = dict(clients or {})
-        if self.source is not None and "source" not in params:
-            params["source"] = self.source
+        before = dict(clients or {})
+        params = dict(before)
+        theirs = before.get("max_load_tokens")
+        is_capped = isinstance(theirs, int) and not isinstance(theirs, bool)
+        if self.source is not None and "source" not in before:
+            tokens = self.source["tokens"]
+            tokens = min(theirs, tokens) if is_capped else tokens
+            if tokens > 0:
+                params["source"] = {**self.source, "tokens": tokens}
         if self.max_load_tokens is not None:
-            theirs = params.get("max_load_tokens")
             if theirs is None:
                 params["max_load_tokens"] = self.max_load_tokens
-            elif isinstance(theirs, int) and not isinstance(theirs, bool):
+            elif is_capped:
                 params["max_load_tokens"] = min(theirs, self.max_load_tokens)
-        return params if params != dict(clients or {}) else None
+        return params if params != before else None
 
 
 def pull_request(decision: Decision, pool: Pool) -> PullRequest | None:
@@ -135,7 +140,7 @@ def pull_request(decision: Decision, pool: Pool) -> PullRequest | None:
         return None
     if chosen.source == "store":
         return None  # engines find the store's blocks by themselves
-    peer = pool.workers.get(chosen.source.removeprefix("peer:"))
+    peer = pool.workers.get(source_id(chosen.source))
     if peer is None:
         return None
     style = worker.pull_style or ("llm-d" if pool.peer_pull == "llm-d" else "runner")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gateway.routing.active import common_until
-from gateway.routing.cost import STORE
+from gateway.routing.learner import MAX_RATE_SURPRISE
 from gateway.routing.outcome import (
     WORKER_ANSWERS,
     WORKER_FAILURES,
@@ -13,6 +13,7 @@ from gateway.routing.outcome import (
     Usage,
     is_comparable,
 )
+from gateway.routing.pull import source_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -163,7 +164,7 @@ class Ticket:
             hashes=hashes if plan.prompt is None else plan.prompt.block_hashes,
         )
         if estimate.pull_tokens:
-            peer = plan.pool.workers.get(estimate.source.removeprefix("peer:"))
+            peer = plan.pool.workers.get(source_id(estimate.source))
             if peer is not None:
                 peer.books.hand_over(now_s, estimate.pull_link_s)
         worker.mirror.touch(hashes, now_s)
@@ -262,8 +263,21 @@ class Ticket:
         if counts and prompt is not None and usage.prompt_tokens is not None:
             worker.saw_prompt_tokens(ours=prompt.num_tokens, theirs=usage.prompt_tokens)
         if worker.parity != 0:
+            self._notice_failed_pull(usage.cached_tokens)
             self._correct_index(usage.cached_tokens)
             self._learn_prefill(now_s, usage)
+
+    def _notice_failed_pull(self, cached_tokens: int | None) -> None:
+        """Count a pull that brought nothing as a slow one, so that the source is asked less."""
+        estimate = self._estimate
+        if not estimate.pull_tokens or cached_tokens is None:
+            return
+        if cached_tokens <= self._indexed_tokens + self._plan.pool.block_size:
+            self.worker.learner.observe_pull(
+                source_id(estimate.source),
+                tokens=estimate.pull_tokens,
+                seconds=MAX_RATE_SURPRISE * estimate.pull_link_s,
+            )
 
     def _correct_index(self, cached_tokens: int | None) -> None:
         """Shorten the chain of a worker that held less than the index said."""
@@ -322,7 +336,7 @@ class Ticket:
             waited_s = max(0.0, estimate.restore_s - estimate.pull_link_s)
             learner.observe_pull_ttft(
                 ttft_s,
-                STORE if estimate.source == "store" else estimate.source.removeprefix("peer:"),
+                source_id(estimate.source),
                 rest_s=rest_s + waited_s,
                 tokens=estimate.pull_tokens,
                 predicted_s=estimate.pull_link_s,
