@@ -30,7 +30,7 @@ class Change(NamedTuple):
     """
 
     stored: bool
-    tier: Literal["gpu", "cpu", "disk"]
+    tier: Literal["gpu", "cpu", "disk", "remote"]
     blocks: Sequence[BlockHash]
     parent: BlockHash = b""
 

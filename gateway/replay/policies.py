@@ -104,7 +104,7 @@ class SglangThresholds(NamedTuple):
     """SGLang's ``cache_aware`` settings, its defaults."""
 
     cache: float = 0.3
-    balance_abs: int = 64
+    balance_abs: float = 64.0
     balance_rel: float = 1.5
 
 
