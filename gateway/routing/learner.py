@@ -42,7 +42,7 @@ MIN_RESTORE_SHARE = 0.2
 # make a link infinitely fast.
 MIN_TRANSFER_SHARE = 0.05
 # Weight of one transfer in a rate, by which an observation is at most MAX_RATE_SURPRISE off.
-RATE_ALPHA = 0.25
+RATE_ALPHA = 0.15
 MAX_RATE_SURPRISE = 4.0
 # Sources remembered per worker; the one measured longest ago leaves.
 MAX_SOURCES = 256
