@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from functools import partial
-from math import exp2
 from typing import TYPE_CHECKING, Any
 
-from gateway.routing.cost import HALF_LIFE_S, prefill_s, restore_link_s
+from gateway.routing.cost import prefill_s
 from gateway.routing.ticket import Outcome
 from gateway.telemetry.decision_log import hashed_key
 from gateway.worth.advice import separate_pools
-from gateway.worth.group import WINDOW_S, Group, Use
-from gateway.worth.rule import MANAGEMENT_S, Verdict
+from gateway.worth.group import WINDOW_S, Group, Rate, Use
+from gateway.worth.rule import MANAGEMENT_S, Verdict, judge
 from gateway.worth.seen import SeenPrefixes
+from gateway.worth.tier import Tier, eviction_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from gateway.routing.cost import Candidate, CostModel
     from gateway.routing.plan import Plan
     from gateway.routing.ticket import Ticket
+    from gateway.worth.rule import Worth
 
 # Documents with their own sums, 1 KB each; the least recently used ones become "other".
 MAX_DOCUMENTS = 2048
@@ -34,8 +34,6 @@ MAX_TENANTS = 256
 # Documents that are listed; the rest is summed up.
 MAX_LISTED = 50
 OTHER = "other"
-# Weight of what was known about a pool's restores when one more is seen.
-_KEEP = 0.95
 
 
 class WorthAccount:
@@ -67,8 +65,7 @@ class WorthAccount:
         self._tenants: dict[tuple[str, str], Group] = {}
         self._documents: OrderedDict[tuple[str, str], Group] = OrderedDict()
         self._other: dict[str, Group] = {}
-        # Tokens and seconds of the restores seen in each pool: which tier its KV comes from.
-        self._restored: dict[str, tuple[float, float]] = {}
+        self._tiers: dict[str, Tier] = {}
 
     def observe(self, plan: Plan, ticket: Ticket) -> int:
         """Take note of a finished attempt; quick, and never raises.
@@ -85,6 +82,10 @@ class WorthAccount:
         candidate = decision.input.candidates[decision.position]
         if candidate.model is None:
             return shared  # nothing can be priced yet
+        tier = self._tiers.get(plan.pool.name)
+        if tier is None:
+            tier = self._tiers[plan.pool.name] = Tier()
+        tier.observe(candidate, candidate.model)
         use = self._use(plan, ticket, candidate, candidate.model, shared, now_s)
         for group in self._groups_of(plan, now_s):
             group.add(use, now_s)
@@ -97,21 +98,30 @@ class WorthAccount:
         """
         pool, tenant = plan.pool.name, plan.inbound.tenant
         now_s = self._clock()
+        tier = self._tiers.get(pool)
+        if tier is None:
+            return Verdict.UNKNOWN
         for group in (
             self._documents.get((pool, plan.key.ring_key)),
             self._tenants.get((pool, tenant)) if tenant else None,
             self._pools.get(pool),
         ):
-            if group is not None and (found := group.verdict(now_s)) is not Verdict.UNKNOWN:
+            if (
+                group is not None
+                and (found := group.verdict(now_s, tier.rate)) is not Verdict.UNKNOWN
+            ):
                 return found
         return Verdict.UNKNOWN
 
     def report(self) -> dict[str, Any]:
         """Return ``GET /admin/v1/worth``, as plain JSON values."""
         now_s = self._clock()
-        pools = [{"pool": pool} | _row(group, now_s) for pool, group in self._pools.items()]
+        pools = [
+            {"pool": pool} | _row(group, now_s, self._tiers[pool].rate)
+            for pool, group in self._pools.items()
+        ]
         tenants = [
-            {"pool": pool, "tenant": tenant} | _row(group, now_s)
+            {"pool": pool, "tenant": tenant} | _row(group, now_s, self._tiers[pool].rate)
             for (pool, tenant), group in self._tenants.items()
         ]
         return {
@@ -123,12 +133,12 @@ class WorthAccount:
             "advice": separate_pools(tenants),
         }
 
-    def tenants(self) -> Iterator[tuple[str, str, Group]]:
-        """Yield pool, tenant and sums; the tenant is empty for a whole pool."""
-        for pool, group in self._pools.items():
-            yield pool, "", group
-        for (pool, tenant), group in self._tenants.items():
-            yield pool, tenant, group
+    def tenants(self) -> Iterator[tuple[str, str, Group, Worth]]:
+        """Yield pool, tenant, sums and what they say; the tenant is empty for a whole pool."""
+        now_s = self._clock()
+        whole = (((pool, ""), group) for pool, group in self._pools.items())
+        for (pool, tenant), group in (*whole, *self._tenants.items()):
+            yield pool, tenant, group, group.worth(now_s, self._tiers[pool].rate)
 
     def _use(
         self,
@@ -145,33 +155,17 @@ class WorthAccount:
         limit = self._offload_limit(plan)
         offered = plan.num_tokens if limit is None else min(limit, plan.num_tokens)
         new_tokens = max(0, offered - shared)
-        rate = self._restore_rate(plan.pool.name, c, model)
         return Use(
             prompt_tokens=plan.num_tokens,
             shared_tokens=shared,
             # Of a worker whose cache cannot be seen nothing is known to be lost.
             lost_tokens=max(0, shared - held) if plan.pool.is_readable(ticket.worker) else 0,
             recompute_s=prefill_s(model, shared, shared) if shared else 0.0,
-            restore_s=shared / rate,
             store_tokens=new_tokens,
-            store_s=new_tokens / rate * self._write_per_read(ticket.worker.id),
-            eviction_s=_eviction_s(plan, ticket, c, model, new_tokens, now_s),
+            write_tokens=new_tokens * self._write_per_read(ticket.worker.id),
+            eviction_s=eviction_s(plan, ticket, c, model, new_tokens, now_s),
             prefill_token_s=model.token_s,
         )
-
-    def _restore_rate(self, pool: str, c: Candidate, model: CostModel) -> float:
-        """Return tokens per second of the tier that this pool's KV comes back from."""
-        restored = c.hit_cpu + c.hit_disk + c.hit_remote
-        if restored:
-            tokens, seconds = self._restored.get(pool, (0.0, 0.0))
-            tokens = _KEEP * tokens + restored
-            seconds = _KEEP * seconds + restore_link_s(model, c)
-            self._restored[pool] = (tokens, seconds)
-            return tokens / seconds
-        if pool in self._restored:
-            tokens, seconds = self._restored[pool]
-            return tokens / seconds
-        return model.restore_cpu_tokens_per_s
 
     def _groups_of(self, plan: Plan, now_s: float) -> Iterator[Group]:
         pool, tenant, key = plan.pool.name, plan.inbound.tenant, plan.key
@@ -201,49 +195,35 @@ class WorthAccount:
             self._other[pool].absorb(group, now_s)
 
     def _listed(self, now_s: float) -> Iterator[dict[str, Any]]:
-        """Yield the documents that save most, then per pool the sum of all others."""
+        """Yield the documents that reuse most, then per pool the sum of all others."""
         for group in self._documents.values():
             group.fade(now_s)
         ranked = sorted(
             self._documents.items(),
-            key=lambda item: item[1].recompute_s - item[1].restore_s,
+            key=lambda item: item[1].recompute_s,
             reverse=True,
         )
         others: dict[str, Group] = {}
         for number, ((pool, ring_key), group) in enumerate(ranked):
             if number < MAX_LISTED:
                 named = {"document": hashed_key(ring_key, self._secret), "kind": group.kind}
-                yield {"pool": pool, "tenant": group.tenant} | named | _row(group, now_s)
+                yield (
+                    {"pool": pool, "tenant": group.tenant}
+                    | named
+                    | _row(group, now_s, self._tiers[pool].rate)
+                )
             else:
                 others.setdefault(pool, Group(now_s)).absorb(group, now_s)
         for pool, group in self._other.items():
             others.setdefault(pool, Group(now_s)).absorb(group, now_s)
         for pool, group in others.items():
             named = {"document": OTHER, "kind": OTHER}
-            yield {"pool": pool, "tenant": ""} | named | _row(group, now_s)
+            yield {"pool": pool, "tenant": ""} | named | _row(group, now_s, self._tiers[pool].rate)
 
 
-def _eviction_s(
-    plan: Plan, ticket: Ticket, c: Candidate, model: CostModel, new_tokens: int, now_s: float
-) -> float:
-    """Return the recompute of what new tokens push out of a full CPU tier, as routing prices it."""
-    if not c.cpu_capacity_tokens or not new_tokens:
-        return 0.0
-    over = min(new_tokens, new_tokens - (c.cpu_capacity_tokens - c.cpu_held_tokens))
-    if over <= 0:
-        return 0.0
-    index, worker = plan.pool.index, ticket.worker
-    age_s = 0.0
-    if index is not None:
-        # The tier's own order is not told; its oldest block is at least as old as the device's.
-        is_held = partial(index.holds, worker.id, tier="gpu")
-        age_s = worker.mirror.oldest_age_s(now_s, is_held)
-    return over * model.token_s * exp2(-age_s / HALF_LIFE_S)
-
-
-def _row(group: Group, now_s: float) -> dict[str, Any]:
-    terms = group.terms(now_s)
-    worth = group.worth(now_s)
+def _row(group: Group, now_s: float, rate: Rate) -> dict[str, Any]:
+    terms = group.terms(now_s, rate)
+    worth = judge(terms)
     return {
         "verdict": worth.verdict.value,
         "requests": round(terms.requests, 2),
@@ -257,6 +237,7 @@ def _row(group: Group, now_s: float) -> dict[str, Any]:
         "eviction_s": terms.eviction_s,
         "prefill_token_s": terms.prefill_token_s,
         "restore_tokens_per_s": terms.restore_tokens_per_s,
+        "is_measured": terms.is_measured,
         "prompt_tokens": round(group.prompt_tokens),
         "shared_tokens": round(group.shared_tokens),
         "lost_tokens": round(group.lost_tokens),

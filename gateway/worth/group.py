@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import exp
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.worth.rule import Terms, Verdict, judge
 
@@ -19,6 +19,18 @@ _MIN_FADE_S = 1.0
 _VERDICT_S = 5.0
 
 
+class Rate(NamedTuple):
+    """How quickly a pool's lower tier gives KV back.
+
+    Attributes:
+        tokens_per_s: Its effective bandwidth.
+        is_measured: Whether restores were seen; else it is what workers start with.
+    """
+
+    tokens_per_s: float
+    is_measured: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Use:
     """One finished request, priced with the constants of the worker that served it.
@@ -28,9 +40,8 @@ class Use:
         shared_tokens: Leading tokens that had been computed before.
         lost_tokens: Those of them that no worker held any more.
         recompute_s: Prefill of the shared tokens.
-        restore_s: Restore of the shared tokens.
         store_tokens: New tokens that the tier would be given.
-        store_s: Time to write them.
+        write_tokens: Tokens that could be read in the time it takes to write those.
         eviction_s: Recompute of what they would push out.
         prefill_token_s: ``c`` of the worker.
     """
@@ -39,9 +50,8 @@ class Use:
     shared_tokens: int
     lost_tokens: int
     recompute_s: float
-    restore_s: float
     store_tokens: int
-    store_s: float
+    write_tokens: float
     eviction_s: float
     prefill_token_s: float
 
@@ -57,8 +67,8 @@ class Group:
 
     __slots__ = (
         *("_at_s", "_judged_s", "_verdict", "eviction_s", "kind", "lost_tokens"),
-        *("prefill_s", "prompt_tokens", "recompute_s", "requests", "restore_s", "reuses"),
-        *("shared_tokens", "store_s", "store_tokens", "tenant"),
+        *("prefill_s", "prompt_tokens", "recompute_s", "requests", "reuses"),
+        *("shared_tokens", "store_tokens", "tenant", "write_tokens"),
     )
 
     def __init__(self, now_s: float, *, tenant: str = "", kind: str = "") -> None:
@@ -66,7 +76,7 @@ class Group:
         self.kind = kind
         self.requests = self.reuses = 0.0
         self.prompt_tokens = self.shared_tokens = self.lost_tokens = self.store_tokens = 0.0
-        self.recompute_s = self.restore_s = self.store_s = self.eviction_s = 0.0
+        self.recompute_s = self.write_tokens = self.eviction_s = 0.0
         # Sum of c over requests: its mean is the group's price of a token.
         self.prefill_s = 0.0
         self._at_s = now_s
@@ -80,7 +90,7 @@ class Group:
         self.requests += 1.0
         self.prompt_tokens += use.prompt_tokens
         self.store_tokens += use.store_tokens
-        self.store_s += use.store_s
+        self.write_tokens += use.write_tokens
         self.eviction_s += use.eviction_s
         self.prefill_s += use.prefill_token_s
         if use.shared_tokens:
@@ -88,7 +98,6 @@ class Group:
             self.shared_tokens += use.shared_tokens
             self.lost_tokens += use.lost_tokens
             self.recompute_s += use.recompute_s
-            self.restore_s += use.restore_s
 
     def absorb(self, other: Group, now_s: float) -> None:
         """Add another group's sums to these."""
@@ -107,36 +116,37 @@ class Group:
         for name in _SUMS:
             setattr(self, name, getattr(self, name) * keep)
 
-    def terms(self, now_s: float) -> Terms:
-        """Return what the rule reads."""
+    def terms(self, now_s: float, rate: Rate) -> Terms:
+        """Return what the rule reads, with the tier as it is now."""
         self.fade(now_s)
         reuses = max(self.reuses, 1e-9)
-        requests = max(self.requests, 1e-9)
+        shared = self.shared_tokens / reuses
         return Terms(
             requests=self.requests,
             reuse_count=self.reuses,
-            shared_prefix_tokens=self.shared_tokens / reuses,
+            shared_prefix_tokens=shared,
             recompute_s=self.recompute_s / reuses,
-            restore_s=self.restore_s / reuses,
-            store_s=self.store_s,
+            restore_s=shared / rate.tokens_per_s,
+            store_s=self.write_tokens / rate.tokens_per_s,
             eviction_s=self.eviction_s,
-            prefill_token_s=self.prefill_s / requests,
-            restore_tokens_per_s=self.shared_tokens / self.restore_s if self.restore_s else 0.0,
+            prefill_token_s=self.prefill_s / max(self.requests, 1e-9),
+            restore_tokens_per_s=rate.tokens_per_s,
+            is_measured=rate.is_measured,
         )
 
-    def worth(self, now_s: float) -> Worth:
+    def worth(self, now_s: float, rate: Rate) -> Worth:
         """Judge it as things are now."""
-        return judge(self.terms(now_s))
+        return judge(self.terms(now_s, rate))
 
-    def verdict(self, now_s: float) -> Verdict:
+    def verdict(self, now_s: float, rate: Rate) -> Verdict:
         """Return a verdict that is at most some seconds old; for the request path."""
         if now_s - self._judged_s >= _VERDICT_S:
             self._judged_s = now_s
-            self._verdict = self.worth(now_s).verdict
+            self._verdict = self.worth(now_s, rate).verdict
         return self._verdict
 
 
 _SUMS = (
     *("requests", "reuses", "prompt_tokens", "shared_tokens", "lost_tokens", "store_tokens"),
-    *("recompute_s", "restore_s", "store_s", "eviction_s", "prefill_s"),
+    *("recompute_s", "write_tokens", "eviction_s", "prefill_s"),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import GaugeMetricFamily
@@ -11,7 +10,7 @@ from prometheus_client.registry import Collector
 from gateway.worth.rule import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from prometheus_client.core import Metric
 
@@ -24,11 +23,8 @@ LABELS = ("pool", "tenant")
 class WorthCollector(Collector):
     """Yields ``warmlane_worth_*``; what is not known yet is absent, never 0."""
 
-    def __init__(
-        self, account: WorthAccount, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, account: WorthAccount) -> None:
         self._account = account
-        self._clock = clock
 
     def describe(self) -> Iterable[Metric]:
         """Nothing to check for duplicates: the names are used nowhere else."""
@@ -36,7 +32,6 @@ class WorthCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
-        now_s = self._clock()
         verdict = GaugeMetricFamily(
             "warmlane_worth_verdict",
             "1 for the verdict that holds: whether a lower tier is worth it",
@@ -47,9 +42,8 @@ class WorthCollector(Collector):
         cost = _gauge("cost_seconds", "What storing costs in an hour, evictions included")
         reuses = _gauge("reuses", "Requests an hour that began with a prefix computed before")
         lost = _gauge("lost_tokens", "Tokens an hour that were to be reused and held by nobody")
-        for pool, tenant, group in self._account.tenants():
+        for pool, tenant, group, worth in self._account.tenants():
             labels = (pool, tenant)
-            worth = group.worth(now_s)
             for name in Verdict:
                 verdict.add_metric((*labels, name.value), float(name is worth.verdict))
             reuses.add_metric(labels, group.reuses)

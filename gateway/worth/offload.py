@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from gateway.config import OffloadConfig
     from gateway.routing.plan import Plan
+    from gateway.routing.segments import Scope
     from gateway.worth.stable_ends import StableEnds
 
 FIELD = "kv_transfer_params"
@@ -42,6 +43,7 @@ def offload_put(
     verdict: Verdict,
     body: bytes,
     *,
+    scope: Scope | None = None,
     ends: StableEnds | None = None,
     also: Mapping[str, bytes] | None = None,
 ) -> dict[str, bytes]:
@@ -55,6 +57,7 @@ def offload_put(
         pool: What the pool allows.
         verdict: Whether a lower tier is worth it for this request.
         body: The bytes that are forwarded.
+        scope: Which stable boundary counts, where its route says so; None = the pool's.
         ends: Where knowledge is known to end.
         also: Other members for ``kv_transfer_params``, encoded, such as the source of a pull; they
             replace the client's.
@@ -66,7 +69,8 @@ def offload_put(
     names = MEMBERS.get(plan.pool.engine, ())
     configured = [cap for cap in (route_cap, pool.max_offload_tokens) if cap is not None]
     if names and configured:
-        limit = 0 if verdict is Verdict.NO else min(*configured, stable_limit(plan, pool, ends))
+        stable = 0 if verdict is Verdict.NO else stable_limit(plan, scope or pool.scope, ends)
+        limit = min(*configured, stable)
         put |= _capped(given or {}, names, limit, is_strict=plan.pool.engine == "runner")
     if not put:
         return {}
@@ -75,15 +79,15 @@ def offload_put(
     return {FIELD: _with_members(body, put)}
 
 
-def stable_limit(plan: Plan, pool: OffloadConfig, ends: StableEnds | None = None) -> int:
-    """Return the stable tokens of a prompt as the pool's scope has them; a lower bound.
+def stable_limit(plan: Plan, scope: Scope, ends: StableEnds | None = None) -> int:
+    """Return the stable tokens of a prompt up to a boundary; a lower bound.
 
     About 5 us for known prompts. Where the tokens are still on their way it is an estimate.
     """
     prompt = plan.prompt
     if prompt is None:
-        return estimated_stable_tokens(plan, pool.scope)
-    quick = quick_stable_tokens(plan, pool.scope)
+        return estimated_stable_tokens(plan, scope)
+    quick = quick_stable_tokens(plan, scope)
     if ends is None:
         return quick
     return max(quick, ends.find(prompt.block_hashes, prompt.block_size))

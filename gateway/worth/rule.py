@@ -21,7 +21,7 @@ class Verdict(StrEnum):
 
     YES = "yes"
     NO = "no"
-    UNKNOWN = "unknown"  # too few requests, or a worker's speed is not known
+    UNKNOWN = "unknown"  # too few requests, or no restore was seen yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class Terms:
         eviction_s: Recompute of what that pushes out of a full tier, fading with its age.
         prefill_token_s: Prefill seconds per token (``c``).
         restore_tokens_per_s: Effective bandwidth of the tier, in tokens.
+        is_measured: Whether that bandwidth was measured; else it is a low guess, which must not
+            keep a tier from ever being tried.
     """
 
     requests: float
@@ -49,6 +51,7 @@ class Terms:
     eviction_s: float
     prefill_token_s: float
     restore_tokens_per_s: float
+    is_measured: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +93,22 @@ def judge(terms: Terms) -> Worth:
         one_restore_s = terms.shared_prefix_tokens / terms.restore_tokens_per_s
     short_gain_s = terms.shared_prefix_tokens * terms.reuse_count * terms.prefill_token_s
     short_cost_s = one_restore_s + terms.eviction_s
-    is_known = terms.requests >= MIN_REQUESTS and terms.prefill_token_s > 0.0
     return Worth(
-        _verdict(is_known, gain_s > 0.0 and saved_s > cost_s),
+        _verdict(terms, gain_s > 0.0 and saved_s > cost_s),
         gain_s,
         saved_s,
         cost_s,
-        _verdict(is_known, short_gain_s > short_cost_s),
+        _verdict(terms, short_gain_s > short_cost_s),
         short_gain_s,
         short_cost_s,
     )
 
 
-def _verdict(is_known: bool, holds: bool) -> Verdict:
-    if not is_known:
+def _verdict(terms: Terms, holds: bool) -> Verdict:
+    if terms.requests < MIN_REQUESTS or terms.prefill_token_s <= 0.0:
         return Verdict.UNKNOWN
-    return Verdict.YES if holds else Verdict.NO
+    if terms.is_measured:
+        return Verdict.YES if holds else Verdict.NO
+    # Not even a tier that takes no time would pay for what is not asked for again.
+    best_s = terms.reuse_count * (terms.recompute_s - MANAGEMENT_S)
+    return Verdict.UNKNOWN if best_s > terms.eviction_s else Verdict.NO

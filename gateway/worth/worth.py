@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from gateway.config import Settings
     from gateway.routing.plan import Plan
+    from gateway.routing.segments import Scope
     from gateway.routing.ticket import Ticket
 
 _NO_CAP = OffloadConfig()
@@ -48,6 +49,11 @@ class Worth:
     ) -> None:
         self._offload = {pool.name: pool.offload for pool in settings.pools}
         self._capped = _capped_pools(settings)
+        self._tenant_caps = {
+            tenant.name: tenant.offload.max_offload_tokens
+            for tenant in settings.tenants
+            if tenant.offload is not None
+        }
         self.ends = StableEnds(clock=clock)
         self.account = WorthAccount(
             clock=clock,
@@ -63,52 +69,69 @@ class Worth:
             self.ends.observe(plan, shared_tokens)
 
     def offload_put(
-        self,
-        plan: Plan,
-        route_cap: int | None,
-        body: bytes,
-        *,
-        also: Mapping[str, bytes] | None = None,
+        self, plan: Plan, body: bytes, *, also: Mapping[str, bytes] | None = None
     ) -> dict[str, bytes]:
-        """Return what to splice into a body; see ``offload.offload_put``.
+        """Return what to splice into a body; see ``offload.offload_put``. About 10 us.
 
         Args:
-            plan: The request, with the pool it goes to.
-            route_cap: The lower cap of its route and its tenant.
+            plan: The request, with the pool and the route by which it goes.
             body: The bytes that are forwarded.
             also: Other members of ``kv_transfer_params``.
         """
         pool = self._offload.get(plan.pool.name, _NO_CAP)
+        route_cap = self._route_cap(plan)
         verdict = Verdict.UNKNOWN
         if route_cap is not None or pool.max_offload_tokens is not None:
             verdict = self.account.verdict(plan)
         elif not also:
             return {}
-        return offload_put(plan, route_cap, pool, verdict, body, ends=self.ends, also=also)
+        return offload_put(
+            plan,
+            route_cap,
+            pool,
+            verdict,
+            body,
+            scope=self._scope(plan),
+            ends=self.ends,
+            also=also,
+        )
 
     async def close(self) -> None:
         """Stop what runs beside the requests."""
         await self.ends.close()
 
+    def _route_cap(self, plan: Plan) -> int | None:
+        """Return the lower cap of a request's route and tenant."""
+        tenant_cap = self._tenant_caps.get(plan.inbound.tenant)
+        route_cap = None if plan.route is None else plan.route.max_offload_tokens
+        if tenant_cap is None or route_cap is None:
+            return tenant_cap if route_cap is None else route_cap
+        return min(tenant_cap, route_cap)
+
+    def _scope(self, plan: Plan) -> Scope:
+        route = plan.route
+        if route is None or route.offload_scope is None:
+            return self._offload.get(plan.pool.name, _NO_CAP).scope
+        return "history" if route.offload_scope == "history" else "knowledge"
+
     def _limit(self, plan: Plan) -> int | None:
+        """Return what a request's tier could be given, were it worth it."""
         if plan.pool.name not in self._capped:
             return None
         pool = self._offload.get(plan.pool.name, _NO_CAP)
-        stable = stable_limit(plan, pool, self.ends)
-        return stable if pool.max_offload_tokens is None else min(stable, pool.max_offload_tokens)
-
-
-def lowest_cap(*offloads: OffloadConfig | None) -> int | None:
-    """Return the lowest cap of a request's route and tenant; None if neither has one."""
-    caps = [o.max_offload_tokens for o in offloads if o and o.max_offload_tokens is not None]
-    return min(caps, default=None)
+        caps = [c for c in (self._route_cap(plan), pool.max_offload_tokens) if c is not None]
+        return min(*caps, stable_limit(plan, self._scope(plan), self.ends)) if caps else None
 
 
 def _capped_pools(settings: Settings) -> frozenset[str]:
     """Return the pools of which some requests have a cap."""
-    if any(lowest_cap(tenant.offload) is not None for tenant in settings.tenants):
+    if any(tenant.offload and _caps(tenant.offload) for tenant in settings.tenants):
         return frozenset(pool.name for pool in settings.pools)
-    names = {pool.name for pool in settings.pools if lowest_cap(pool.offload) is not None}
+    names = {pool.name for pool in settings.pools if _caps(pool.offload)}
     return frozenset(
-        names | {route.pool for route in settings.routes if lowest_cap(route.offload) is not None}
+        names | {route.pool for route in settings.routes if route.offload and _caps(route.offload)}
     )
+
+
+def _caps(offload: OffloadConfig) -> bool:
+    return offload.max_offload_tokens is not None

@@ -64,7 +64,7 @@ def cap_of(document: dict[str, Any], name: str = "max_offload_tokens") -> Any:
     return document.get("kv_transfer_params", {}).get(name)
 
 
-STABLE = stable_limit(plan_of(conversation()), HISTORY)
+STABLE = stable_limit(plan_of(conversation()), "history")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_while_the_tokens_are_on_their_way_the_text_tells() -> None:
     exact = plan_of(inbound)
     behind = Plan(exact.pool, inbound, exact.num_tokens)
 
-    limit = stable_limit(behind, HISTORY)
+    limit = stable_limit(behind, "history")
 
     assert limit % BLOCK == 0
     assert abs(limit - STABLE) <= 4 * BLOCK

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.config import OffloadConfig
 from gateway.routing import segments
 from gateway.routing.dispatch import Inbound, Plan
 from gateway.routing.pool import Pool
-from gateway.routing.segments import layout_of, quick_stable_tokens
+from gateway.routing.segments import Scope, layout_of, quick_stable_tokens
 from gateway.worth.offload import stable_limit
 from gateway.worth.seen import SeenPrefixes
 from gateway.worth.stable_ends import BURST, MAX_ENDS, MAX_LOOKS, StableEnds, knowledge_end
@@ -23,8 +22,6 @@ from prefix_index.segments import stable_tokens
 from tests import zoo
 from tests.gateway.routing_parts import BLOCK, Clock, chat, make_pool
 
-KNOWLEDGE = OffloadConfig(max_offload_tokens=100_000, scope="knowledge")
-HISTORY = OffloadConfig(max_offload_tokens=100_000, scope="history")
 HANDBOOK = "Handbook rule {n}: refunds of class {n} are accepted within {n} days of delivery. "
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 TOOL = {
@@ -136,8 +133,8 @@ class Desk:
         await self.ends.settled()
         return plan
 
-    def limit(self, inbound: Inbound, pool: OffloadConfig = KNOWLEDGE) -> int:
-        return stable_limit(plan_of(self.pool, inbound), pool, self.ends)
+    def limit(self, inbound: Inbound, scope: Scope = "knowledge") -> int:
+        return stable_limit(plan_of(self.pool, inbound), scope, self.ends)
 
 
 async def test_a_document_in_a_users_message_is_found_from_its_third_request_on() -> None:
@@ -147,8 +144,9 @@ async def test_a_document_in_a_users_message_is_found_from_its_third_request_on(
     assert desk.limit(question("Refunds", 2)) == system
     plan = await desk.serve(question("Refunds", 2))
 
-    for pool in (KNOWLEDGE, HISTORY):
-        limit = desk.limit(question("Refunds", 3), pool)
+    scopes: tuple[Scope, ...] = ("knowledge", "history")
+    for scope in scopes:
+        limit = desk.limit(question("Refunds", 3), scope)
         assert limit == stable_tokens(layout_of(plan).segments, BLOCK)
         document = len(handbook("Refunds"))
         assert document - BLOCK * 2 <= limit <= document + 64
@@ -228,7 +226,7 @@ async def test_a_template_that_fails_costs_nothing_but_the_look(
     await desk.ends.settled()
 
     assert desk.ends.failed == 1
-    assert stable_limit(plan, HISTORY, desk.ends) == quick
+    assert stable_limit(plan, "history", desk.ends) == quick
     await desk.ends.close()
 
 
@@ -243,7 +241,7 @@ def test_a_template_that_fails_before_anything_is_known_has_nothing_stable(
 
     monkeypatch.setattr(pool.reader, "render", fail)
 
-    assert stable_limit(plan, KNOWLEDGE) == stable_limit(plan, HISTORY) == 0
+    assert stable_limit(plan, "knowledge") == stable_limit(plan, "history") == 0
 
 
 def test_ends_are_bounded() -> None:

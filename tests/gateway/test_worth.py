@@ -15,11 +15,17 @@ from gateway.routing.cost import CostModel, prefill_s
 from gateway.routing.dispatch import Dispatcher, Inbound, Outcome, Plan, Ticket, Usage
 from gateway.routing.learner import Learner
 from gateway.routing.pool import Pool
-from gateway.worth.account import MAX_DOCUMENTS, MAX_LISTED, MAX_TENANTS, WorthAccount
+from gateway.worth.account import (
+    MAX_DOCUMENTS,
+    MAX_LISTED,
+    MAX_TENANTS,
+    WorthAccount,
+)
 from gateway.worth.advice import separate_pools
-from gateway.worth.group import WINDOW_S, Group, Use
+from gateway.worth.group import WINDOW_S, Group, Rate, Use
 from gateway.worth.rule import MANAGEMENT_S, MIN_REQUESTS, Terms, Verdict, judge
 from gateway.worth.seen import MAX_PROMPT_GRAINS, SeenPrefixes
+from gateway.worth.tier import MIN_RESTORES
 from tests.gateway.routing_parts import H100, Clock, hold, ids, make_pool
 
 # A document of 8,000 tokens asked for 20 times an hour on an H100, with a CPU tier at 25 GB/s.
@@ -82,6 +88,17 @@ def test_without_evidence_there_is_no_verdict(more: dict[str, float]) -> None:
     assert (worth.verdict, worth.short_verdict) == (Verdict.UNKNOWN, Verdict.UNKNOWN)
 
 
+def test_a_guessed_bandwidth_keeps_nobody_from_trying_the_tier() -> None:
+    # Workers start with a low guess, and without a first store no restore is ever measured.
+    guessed = replace(DOCUMENT, restore_s=0.40, restore_tokens_per_s=20_000.0, is_measured=False)
+
+    assert judge(replace(guessed, is_measured=True)).verdict is Verdict.NO
+    assert judge(guessed).verdict is Verdict.UNKNOWN
+    # But what nobody asks for again is not worth any tier.
+    assert judge(replace(guessed, reuse_count=0.0)).verdict is Verdict.NO
+    assert judge(replace(guessed, recompute_s=MANAGEMENT_S)).verdict is Verdict.NO
+
+
 POSITIVE = st.floats(0.0, 1e6)
 
 
@@ -100,29 +117,30 @@ def test_the_verdict_is_both_conditions_for_any_terms(terms: Terms) -> None:
 
 # --- sums that fade ------------------------------------------------------------------------------
 
-USE = Use(1000, 512, 100, 0.02, 0.003, 488, 0.002, 0.001, 3e-5)
+USE = Use(1000, 512, 100, 0.02, 488, 488.0, 0.001, 3e-5)
+RATE = Rate(170_000.0, is_measured=True)
 
 
 def test_a_steady_rate_shows_as_what_comes_in_an_hour() -> None:
     group = Group(0.0)
     for minute in range(6 * 60):
         group.add(USE, 60.0 * minute)
-    terms = group.terms(6 * 3600.0)
+    terms = group.terms(6 * 3600.0, RATE)
 
     assert terms.reuse_count == pytest.approx(60.0, rel=0.02)
     assert terms.requests == terms.reuse_count
     assert terms.shared_prefix_tokens == pytest.approx(512.0)
     assert terms.prefill_token_s == pytest.approx(3e-5)
-    assert terms.restore_tokens_per_s == pytest.approx(512 / 0.003)
+    assert terms.restore_s == pytest.approx(512 / 170_000)
 
 
 def test_what_is_hours_old_no_longer_decides() -> None:
     group = Group(0.0)
     for _ in range(100):
         group.add(USE, 0.0)
-    assert group.verdict(0.0) is Verdict.YES
+    assert group.verdict(0.0, RATE) is Verdict.YES
 
-    assert group.verdict(4 * WINDOW_S) is Verdict.UNKNOWN
+    assert group.verdict(4 * WINDOW_S, RATE) is Verdict.UNKNOWN
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 1)), max_size=30))
@@ -216,6 +234,17 @@ class Shop:
             hold(self.pool, hold_at, plan.prompt)
         return plan, ticket
 
+    async def restore_some(self) -> None:
+        """Have a CPU tier give something back, so that its speed is known."""
+        index = self.pool.index
+        assert index is not None
+        plan, _ = await self.serve(asks("warm-up", 0), tenant="warm-up")
+        assert plan.prompt is not None
+        for worker in self.pool.workers:
+            index.store(worker, plan.prompt.block_hashes, plan.prompt.root, tier="cpu")
+        for _ in range(MIN_RESTORES):
+            await self.serve(asks("warm-up", 0), tenant="warm-up")
+
     def row(self, view: str, **named: str) -> dict[str, Any]:
         rows = [r for r in self.account.report()[view] if named.items() <= r.items()]
         assert len(rows) == 1, rows
@@ -269,6 +298,7 @@ async def test_a_request_gets_the_verdict_of_its_kind(
     model: CostModel | None, same: bool, verdict: Verdict
 ) -> None:
     shop = Shop(model=model)
+    await shop.restore_some()
     plan = None
     for number in range(12):
         plan, _ = await shop.serve(asks("handbook" if same else f"paper {number}", number))
@@ -279,6 +309,7 @@ async def test_a_request_gets_the_verdict_of_its_kind(
 
 async def test_what_a_document_is_not_known_for_its_tenant_decides() -> None:
     shop = Shop(model=FAST)
+    await shop.restore_some()
     for number in range(20):
         await shop.serve(asks("handbook", number), tenant="readers")
         await shop.serve(asks(f"paper {number}", number), tenant="one-shot")
