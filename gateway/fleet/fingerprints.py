@@ -39,7 +39,7 @@ class Fingerprint(NamedTuple):
 
     def to_text(self) -> str:
         """Return it as one text that no other fingerprint has; empty if nothing is known."""
-        return orjson.dumps(self).decode() if any(self) else ""
+        return orjson.dumps(list(self)).decode() if any(self) else ""
 
     @staticmethod
     def from_text(text: str) -> Fingerprint:
