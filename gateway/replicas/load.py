@@ -2,8 +2,8 @@
 
 Every gateway says what it has on each worker at most every ``BEAT_S`` while that changes, and now
 and then while it does not, so that silence means something. Nothing on a request's path waits for
-it: routing reads what was heard last (``gateway/routing/others.py``). A report says everything, so
-a lost one costs ``BEAT_S`` of age and nothing else.
+it: routing reads what was heard last (``gateway/routing/others.py``). A report says what changed,
+and twice a second everything, so that a lost one is made good.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gateway.routing.others import GONE_S, HEARTBEAT_S, OthersLoad
 from prefix_index.replica.link import LINK_ERRORS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from gateway.routing.pool import Pool
     from prefix_index.replica.link import Link
@@ -56,6 +56,10 @@ MAX_GATEWAYS = 256
 log = structlog.get_logger("warmlane")
 
 
+State = tuple[int, int, float, int, float, float]
+_NOTHING: State = (0, 0, 0.0, 0, 0.0, 0.0)
+
+
 class Channel:
     """One pool's part of the exchange; used by ``LoadExchange`` only.
 
@@ -72,34 +76,32 @@ class Channel:
         self._leads, self._texts = SharedPending(on_lead), SharedPending(on_lead)
         pool.others = self.others
         pool.pending, pool.pending_texts = self._leads, self._texts
-        self._sent_state: object = None
+        # Worker -> what was said of it last, as the books have it.
+        self._sent: dict[str, State] = {}
         self._sent_changes = (0, 0)
-        self._sent_s = self._leads_sent_s = float("-inf")
+        self._sent_s = self._full_sent_s = float("-inf")
+        self._is_busy = False
 
     def due(self, now_s: float) -> bytes | None:
         """Return what must be said now, if anything, and take it as said."""
-        workers = self._pool.workers.values()
-        state = [
-            (b.in_flight, b.queued_tokens, b.queued_s, b.context_tokens, b.progress_at_s)
-            for b in (worker.books for worker in workers)
-        ]
+        is_full = now_s - self._full_sent_s >= HEARTBEAT_S - BEAT_S / 2
+        rows = self._rows(now_s, is_full=is_full)
         changes = (self._leads.num_changes, self._texts.num_changes)
-        is_busy = any(row[0] for row in state)
-        heartbeat_s = BUSY_HEARTBEAT_S if is_busy else HEARTBEAT_S
-        is_due = state != self._sent_state or changes != self._sent_changes
-        # A beat early: the next look at the clock would come after the others' patience ended.
-        if not is_due and now_s - self._sent_s < heartbeat_s - BEAT_S / 2:
+        tells_leads = is_full or changes != self._sent_changes
+        # A beat early: the next look at the clock may come when patience has ended.
+        is_silent = self._is_busy and now_s - self._sent_s >= BUSY_HEARTBEAT_S - BEAT_S / 2
+        if not (rows or tells_leads or is_silent):
             return None
-        repeats_leads = changes != self._sent_changes or now_s - self._leads_sent_s >= HEARTBEAT_S
-        self._sent_state, self._sent_changes, self._sent_s = state, changes, now_s
-        if repeats_leads:
-            self._leads_sent_s = now_s
+        self._sent_s, self._sent_changes = now_s, changes
+        if is_full:
+            self._full_sent_s = now_s
         report = Report(
             VERSION,
             self._gateway,
-            tuple(self._rows(now_s)),
-            self._leads.announced() if repeats_leads else None,
-            self._texts.announced() if repeats_leads else None,
+            tuple(rows),
+            is_full,
+            self._leads.announced() if tells_leads else None,
+            self._texts.announced() if tells_leads else None,
         )
         return encode(report)
 
@@ -121,7 +123,7 @@ class Channel:
             raise BadMessage(f"expected at most {MAX_GATEWAYS} gateways")
         if report.loads is not None:
             loads = {r.worker: r.translate(now_s) for r in report.loads if r.worker in workers}
-            self.others.report(gateway, loads, now_s)
+            self.others.report(gateway, loads, now_s, is_full=report.is_full)
         if report.leads is not None:
             self._leads.told(gateway, report.leads, workers)
         if report.texts is not None:
@@ -139,21 +141,39 @@ class Channel:
         self._leads.told(gateway, (), ())
         self._texts.told(gateway, (), ())
 
-    def _rows(self, now_s: float) -> Iterable[LoadRow]:
-        for worker in self._pool.workers.values():
+    def _rows(self, now_s: float, *, is_full: bool) -> list[LoadRow]:
+        """Return the workers of which there is something new to say; of all that count, if full."""
+        rows = []
+        sent = self._sent
+        self._is_busy = False
+        for worker_id, worker in self._pool.workers.items():
             books = worker.books
-            progress_age_s = now_s - books.progress_at_s
-            restore_left_s = books.restore_until_s - now_s
-            if books.in_flight or restore_left_s > 0.0 or progress_age_s < PROGRESS_S:
-                yield LoadRow(
-                    worker.id,
+            if books.in_flight:
+                self._is_busy = True
+            state = (
+                *(books.in_flight, books.queued_tokens, books.queued_s, books.context_tokens),
+                *(books.progress_at_s, books.restore_until_s),
+            )
+            if is_full:
+                counts = books.in_flight or books.restore_until_s > now_s
+                if not counts and now_s - books.progress_at_s > PROGRESS_S:
+                    sent[worker_id] = state
+                    continue
+            elif sent.get(worker_id, _NOTHING) == state:
+                continue
+            sent[worker_id] = state
+            rows.append(
+                LoadRow(
+                    worker_id,
                     books.in_flight,
                     books.queued_tokens,
                     micros(books.queued_s),
                     books.context_tokens,
-                    micros(progress_age_s),
-                    micros(restore_left_s),
+                    micros(now_s - books.progress_at_s),
+                    micros(books.restore_until_s - now_s),
                 )
+            )
+        return rows
 
 
 class LoadExchange:

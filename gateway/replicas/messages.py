@@ -1,8 +1,8 @@
 """What gateways tell each other: bytes on a channel, and nothing in them is believed unchecked.
 
 A report is a msgpack array, so that a later version can append fields. Times are ages and
-remainders at the moment of sending, in microseconds: gateways share no clock. A missing part means
-*as before*, an empty one *none*. Prompts travel as a few of their block hashes, never as text.
+remainders at the moment of sending, in microseconds: gateways share no clock. What is not said is
+as before, until the next full report. Prompts travel as a few of their block hashes, never as text.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         version: ``VERSION``; others are not read.
         gateway: The sender's id.
-        loads: Workers with something in flight, or with progress to tell; None = as before.
+        loads: Workers whose load changed; None = none.
+        is_full: Whether ``loads`` is everything: there is nothing on all other workers.
         leads: Cold prompts by block hashes; None = as before.
         texts: Cold prompts by text hashes; None = as before.
         is_leaving: The sender ends; nothing else counts.
@@ -83,6 +84,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     version: int
     gateway: Name
     loads: tuple[LoadRow, ...] | None = None
+    is_full: bool = False
     leads: Leads | None = None
     texts: Leads | None = None
     is_leaving: bool = False

@@ -49,12 +49,12 @@ class WorkerLoad(msgspec.Struct, gc=False):
 class _Report:
     """What one gateway said last, and when it was heard."""
 
-    __slots__ = ("heard_s", "is_idle", "loads")
+    __slots__ = ("heard_s", "in_flight", "loads")
 
     def __init__(self) -> None:
         self.heard_s = 0.0
-        self.is_idle = True
-        self.loads: Mapping[str, WorkerLoad] = {}
+        self.in_flight = 0
+        self.loads: dict[str, WorkerLoad] = {}
 
 
 class OthersLoad:
@@ -95,41 +95,42 @@ class OthersLoad:
         oldest_s = 0.0
         for report in self._reports.values():
             age_s = now_s - report.heard_s
-            if report.is_idle:
+            if not report.in_flight:
                 age_s -= HEARTBEAT_S
             if age_s > oldest_s:
                 oldest_s = age_s
         return oldest_s
 
-    def report(self, gateway: str, loads: Mapping[str, WorkerLoad], now_s: float) -> None:
+    def report(
+        self, gateway: str, loads: Mapping[str, WorkerLoad], now_s: float, *, is_full: bool = True
+    ) -> None:
         """Replace what a gateway has in flight.
 
         Args:
             gateway: Its id.
-            loads: All workers where it has anything; the others count as nothing. Kept, not copied.
+            loads: Workers and what it has there; kept, not copied.
             now_s: When it was heard.
+            is_full: Whether it has nothing on all other workers; else they are as before.
         """
         report = self._reports.get(gateway)
         if report is None:
             report = self._reports[gateway] = _Report()
-        before, report.loads = report.loads, loads
         report.heard_s = now_s
-        report.is_idle = True
+        before = report.loads
+        if is_full:
+            for worker_id in [known for known in before if known not in loads]:
+                self._replace(report, worker_id, before.pop(worker_id), None)
         for worker_id, load in loads.items():
             load.queued_s = round(load.queued_s * _GRAIN_PER_S) / _GRAIN_PER_S
-            if load.in_flight:
-                report.is_idle = False
-            self._replace(worker_id, before.get(worker_id), load)
-        for worker_id, load in before.items():
-            if worker_id not in loads:
-                self._replace(worker_id, load, None)
+            self._replace(report, worker_id, before.get(worker_id), load)
+            before[worker_id] = load
 
     def leave(self, gateway: str) -> None:
         """Drop a gateway that said goodbye or is gone; one that is unknown is no harm."""
         report = self._reports.pop(gateway, None)
         if report is not None:
             for worker_id, load in report.loads.items():
-                self._replace(worker_id, load, None)
+                self._replace(report, worker_id, load, None)
         if not self._reports:
             self._sums.clear()
 
@@ -144,20 +145,26 @@ class OthersLoad:
             self.leave(gateway)
         return gone
 
-    def _replace(self, worker_id: str, before: WorkerLoad | None, after: WorkerLoad | None) -> None:
+    def _replace(
+        self, report: _Report, worker_id: str, before: WorkerLoad | None, after: WorkerLoad | None
+    ) -> None:
         total = self._sums.get(worker_id)
         if total is None:
             total = self._sums[worker_id] = WorkerLoad()
         if before is not None:
+            report.in_flight -= before.in_flight
             total.in_flight -= before.in_flight
             total.queued_tokens -= before.queued_tokens
             total.queued_s -= before.queued_s
             total.context_tokens -= before.context_tokens
         if after is not None:
+            report.in_flight += after.in_flight
             total.in_flight += after.in_flight
             total.queued_tokens += after.queued_tokens
             total.queued_s += after.queued_s
             total.context_tokens += after.context_tokens
             # Progress that somebody saw was made, whoever leaves later.
-            total.progress_at_s = max(total.progress_at_s, after.progress_at_s)
-            total.restore_until_s = max(total.restore_until_s, after.restore_until_s)
+            if after.progress_at_s > total.progress_at_s:
+                total.progress_at_s = after.progress_at_s
+            if after.restore_until_s > total.restore_until_s:
+                total.restore_until_s = after.restore_until_s

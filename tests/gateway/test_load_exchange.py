@@ -24,7 +24,7 @@ class Side:
 
     def __init__(self, url: str, name: str, *, skew_s: float = 0.0, pool: Pool | None = None):
         self.skew_s = skew_s
-        self.pool = make_pool(2) if pool is None else pool
+        self.pool = make_pool(2, reads=False) if pool is None else pool
         self.link = Link(url, namespace="test", timeout_s=0.3)
         self.exchange = LoadExchange(self.link, [self.pool], gateway=name, clock=self.now_s)
         self._tasks: list[asyncio.Task[None]] = []
@@ -183,7 +183,7 @@ async def test_hostile_messages_are_counted_and_change_nothing(
 
 async def test_pools_do_not_hear_each_other(start: Start, valkey: Valkey) -> None:
     a = start("a")
-    other = make_pool(2)
+    other = make_pool(2, reads=False)
     other.name = "other"
     b = Side(valkey.url, "b", pool=other)
     b.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.routing.others import GONE_S, HEARTBEAT_S, OthersLoad, WorkerLoad
@@ -99,6 +99,7 @@ reports = st.tuples(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(reports, max_size=30))
 def test_the_sums_are_exact_whatever_comes_and_goes(history: list[tuple[str, dict]]) -> None:
     others = OthersLoad()

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -92,6 +92,7 @@ counts = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(counts)
 def test_no_counter_ever_goes_back_whoever_dies(history: list[tuple[int, str, int]]) -> None:
     requests = [0, 0, 0]
