@@ -127,7 +127,7 @@ def read_trace(path: str, *, pool: str | None = None) -> Trace:
     Raises:
         TraceError: If it cannot be read, or a line is broken or of another format.
     """
-    lines = list(_lines(path))
+    lines = list(lines_of(path))
     if not lines:
         raise TraceError(f"{path}: expected one request a line; the file is empty")
     name = Path(path).name.split(".")[0]
@@ -144,8 +144,12 @@ def read_trace(path: str, *, pool: str | None = None) -> Trace:
     )
 
 
-def _lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, line) of the lines that are not blank."""
+def lines_of(path: str) -> Iterator[tuple[int, bytes]]:
+    """Yield (number, line) of the lines that are not blank, of a plain or gzipped file.
+
+    Raises:
+        TraceError: If it cannot be read.
+    """
     try:
         with open(path, "rb") as file:
             data = file.read()
