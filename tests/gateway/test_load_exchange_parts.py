@@ -219,11 +219,12 @@ def test_what_others_see_is_what_the_books_say_and_a_lost_report_is_made_good(
             end = there.workers[at].books
             end.first_token(charged, now_s) if what == "first" else end.finish(charged)
         payload = talker.due(now_s)
-        if payload is not None and not loses:
+        if payload is None:
+            continue
+        loses = loses and not decode(payload).is_full
+        if not loses:
             listener.heard(decode(payload), now_s)
             check(listener, there)
-        if payload is not None and decode(payload).is_full:
-            loses = False
     now_s += 1.0
     payload = talker.due(now_s)
     assert payload is not None
