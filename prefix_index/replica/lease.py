@@ -18,6 +18,9 @@ LEASE_S: Final = 3.0
 TICK_S: Final = 1.0
 # What nobody writes to or renews for this long describes a cache that is long gone.
 KEPT_S: Final = 3600.0
+INCOMPLETE: Final = "not as many blocks as were published"
+"""The fault of a state that lost or got fields: a server short of memory drops whole keys."""
+
 # A script call stands in everybody's way; this many workers take it half a millisecond.
 _WORKERS_PER_CALL: Final = 64
 # Deltas kept for gateways that fall behind: a quarter of a minute at full rate, 110 MB at worst.
@@ -120,7 +123,7 @@ class Leases:
         await REMOVE.run(self._link.client, keys, [self.holder, worker, head, STREAM_DELTAS])
 
     def _shared(self, answer: list[Any]) -> Shared:
-        lease, entry_id, head, block_size, num_blocks = answer
+        lease, entry_id, head, block_size, size, num_blocks = answer
         is_ours = lease.startswith(self.holder.encode() + b" ")
         if not entry_id:
             return Shared(lease, is_ours, b"", Head(), 0, 0, "no meta" if num_blocks else "")
@@ -131,7 +134,8 @@ class Leases:
                 raise SharedValueError("no block size")
         except SharedValueError as error:
             return Shared(lease, is_ours, b"", Head(), 0, num_blocks, str(error))
-        return Shared(lease, is_ours, entry_id, known, int(block_size), num_blocks)
+        fault = "" if size == b"%d" % num_blocks else INCOMPLETE
+        return Shared(lease, is_ours, entry_id, known, int(block_size), num_blocks, fault)
 
 
 def _ms(seconds: float) -> int:

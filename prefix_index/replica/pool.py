@@ -23,7 +23,15 @@ from prefix_index.replica.codec import (
     pack_head,
     unpack_head,
 )
-from prefix_index.replica.lease import KEPT_S, LEASE_S, STREAM_DELTAS, TICK_S, Leases, Shared
+from prefix_index.replica.lease import (
+    INCOMPLETE,
+    KEPT_S,
+    LEASE_S,
+    STREAM_DELTAS,
+    TICK_S,
+    Leases,
+    Shared,
+)
 from prefix_index.replica.link import LINK_ERRORS
 from prefix_index.replica.load import load
 from prefix_index.replica.scripts import PUBLISH
@@ -171,7 +179,7 @@ class PoolReplica:
                 continue
             if view.applied != before.get(worker) and shared.id:
                 # It moved on while the answer was on its way.
-                shared = shared._replace(id=view.applied, head=view.head)
+                shared = shared._replace(id=view.applied, head=view.head, fault="")
             self._shared[worker] = shared
             self._decide(view, shared, asked_s)
 
@@ -188,7 +196,7 @@ class PoolReplica:
         """Take the role that Redis gives, as far as the view allows."""
         view.num_shared = shared.num_blocks
         view.holder, view.generation = shared.holder, shared.generation
-        if shared.fault:
+        if shared.fault and shared.fault != INCOMPLETE:
             view.decode_errors += 1
             self.decode_errors += 1
         if shared.block_size not in (0, self._index.block_size):
@@ -223,7 +231,7 @@ class PoolReplica:
     def _check_published(self, view: View, shared: Shared, *, is_same_lease: bool) -> None:
         """Publish everything again if Redis has anything else than what was published last."""
         if shared.id == view.applied:
-            is_lost = not shared.id and not view.publication.is_reset
+            is_lost = not view.publication.is_reset and (not shared.id or bool(shared.fault))
         else:
             # A delta that was sent without an answer to it is ours; it will be sent again.
             is_lost = not (view.is_unsure and is_same_lease and _is_later(shared.id, view.applied))
@@ -235,6 +243,8 @@ class PoolReplica:
     def _follow_others(self, view: View, shared: Shared, asked_s: float) -> None:
         view.lease = b""
         view.become_tail()
+        if shared.fault == INCOMPLETE:
+            return  # its holder sees it as well, and writes it anew
         if shared.fault:
             view.needs_load = True  # which finds the fault and heals it
         elif shared.id == view.applied and not (view.needs_load or view.is_loading):
@@ -300,6 +310,8 @@ class PoolReplica:
     async def _load_one(self, view: View) -> bool:
         found = await self.leases.tick({view.worker: False})
         shared = found[view.worker]
+        if shared.fault == INCOMPLETE:
+            return False
         if shared.fault:
             raise SharedValueError(shared.fault)
         if not shared.id:

@@ -44,8 +44,8 @@ class Script:
 # KEYS: generation counter, stream, then lease, meta, state of each worker.
 # ARGV: holder, lease ttl ms, state ttl ms, then per worker 1 = wants the lease, 0 = does not.
 # A lease's value is "holder generation". Renews ours, takes the free ones that are wanted, and says
-# for each worker: lease, meta (id, head, block size), number of blocks. A key of a wrong type is
-# somebody's mischief or another program's: it goes, and its holder writes it anew.
+# for each worker: lease, meta (id, head, block size, size), number of blocks. A key of a wrong type
+# is somebody's mischief or another program's: it goes, and its holder writes it anew.
 TICK: Final = Script("""
 local function typed(key, kind)
   local found = redis.call('TYPE', key).ok
@@ -74,9 +74,9 @@ for i = 4, #ARGV do
     redis.call('PEXPIRE', meta, kept)
     redis.call('PEXPIRE', state, kept)
   end
-  local found = redis.call('HMGET', meta, 'id', 'head', 'block_size')
+  local found = redis.call('HMGET', meta, 'id', 'head', 'block_size', 'size')
   answers[#answers + 1] = {lease or '', found[1] or '', found[2] or '', found[3] or '',
-    redis.call('HLEN', state)}
+    found[4] or '', redis.call('HLEN', state)}
 end
 return answers
 """)
@@ -92,8 +92,9 @@ local last = ARGV[2]
 if last == '*' then
   redis.call('UNLINK', KEYS[2], KEYS[3])
 else
-  local found = redis.call('HMGET', KEYS[2], 'id', 'epoch', 'sequence')
+  local found = redis.call('HMGET', KEYS[2], 'id', 'epoch', 'sequence', 'size')
   if (found[1] or '') ~= last then return 'behind' end
+  if tonumber(found[4]) ~= redis.call('HLEN', KEYS[3]) then return 'behind' end
   local epoch, sequence = tonumber(ARGV[3]), tonumber(ARGV[4])
   local held_epoch, held_sequence = tonumber(found[2]) or 0, tonumber(found[3]) or 0
   if epoch < held_epoch or (epoch == held_epoch and sequence < held_sequence) then
@@ -105,10 +106,11 @@ if pairs_end >= first then redis.call('HSET', KEYS[3], unpack(ARGV, first, pairs
 if #ARGV > pairs_end then redis.call('HDEL', KEYS[3], unpack(ARGV, pairs_end + 1)) end
 local id = redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[9], '*',
   'w', ARGV[7], 'p', last, 'h', ARGV[5], 'd', ARGV[8])
+local size = redis.call('HLEN', KEYS[3])
 redis.call('HSET', KEYS[2], 'id', id, 'epoch', ARGV[3], 'sequence', ARGV[4], 'head', ARGV[5],
-  'block_size', ARGV[6])
+  'block_size', ARGV[6], 'size', size)
 for i = 2, 4 do redis.call('PEXPIRE', KEYS[i], ARGV[10]) end
-if redis.call('HLEN', KEYS[3]) > tonumber(ARGV[11]) then return {id, 'full'} end
+if size > tonumber(ARGV[11]) then return {id, 'full'} end
 return id
 """)
 
