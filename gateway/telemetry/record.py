@@ -19,6 +19,13 @@ class RequestRecord:
     (``dispatch.Outcome``), or, when no worker was asked, ``refused``, ``unavailable`` or
     ``failed``. ``canonicalized`` names the rules that changed the prompt, with commas. ``queue_s``
     is time spent waiting in the gateway, not in the worker.
+
+    ``source`` is where the tokens come from that the worker does not hold on its device (``own``
+    lower tiers, ``recompute``, ``peer:ID``, ``store``), ``pull_tokens`` how many of them are
+    fetched, ``route`` names the configured route, ``offload_tokens`` is the cap that was sent.
+    ``shadow_*`` is what the routing rule would have done where it did not decide (``routing.mode``
+    observe, or outside the share): its worker, the hit tokens it predicts there, and the TTFT it
+    would have saved, negative where it would have cost some.
     """
 
     request_id: str
@@ -42,3 +49,10 @@ class RequestRecord:
     route_s: float = 0.0
     queue_s: float = 0.0
     duration_s: float = 0.0
+    source: str = ""
+    pull_tokens: int = 0
+    route: str = ""
+    offload_tokens: int | None = None
+    shadow_worker: str = ""
+    shadow_hit_tokens: int | None = None
+    shadow_saved_s: float | None = None

@@ -10,14 +10,17 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
+from gateway.telemetry.choices import Choices
+from gateway.telemetry.factory import Factory
 from gateway.telemetry.window import Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from prometheus_client import Counter, Histogram
     from prometheus_client.registry import Collector
 
     from gateway.telemetry.record import RequestRecord
@@ -70,7 +73,7 @@ class Telemetry:
         self.workers: dict[str, Observed] = {}
         self._clock = clock
         self._bound: dict[tuple[str, ...], _RequestSeries] = {}
-        make = _Factory(self.registry)
+        make = Factory(self.registry)
         self._requests = make.counter(
             "warmlane_requests", "Finished requests", "pool", "worker", "outcome"
         )
@@ -120,6 +123,7 @@ class Telemetry:
             ROUTE_BUCKETS_S,
             "pool",
         )
+        self._choices = Choices(make)
 
     def observe(self, record: RequestRecord) -> None:
         """Record one finished request."""
@@ -131,6 +135,7 @@ class Telemetry:
                 worker = self.workers[record.worker] = Observed()
             worker.add(record, now_s)
         self._requests_of(record).add(record)
+        self._choices.add(record)
 
     def forget_worker(self, worker: str) -> None:
         """Remove the series of a worker that left."""
@@ -143,6 +148,7 @@ class Telemetry:
             metric.remove_by_labels({"worker": worker})
         for histogram in (self._ttft, self._predicted_ttft, self._duration):
             histogram.remove_by_labels({"worker": worker})
+        self._choices.forget_worker(worker)
 
     def render(self) -> bytes:
         """Return the exposition text."""
@@ -211,18 +217,3 @@ class _RequestSeries:
             self.ttft.observe(record.ttft_s)
             if record.predicted_ttft_s is not None:
                 self.predicted_ttft.observe(record.predicted_ttft_s)
-
-
-class _Factory:
-    """Builds metrics in one registry."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, registry=self._registry)
-
-    def histogram(
-        self, name: str, text: str, buckets: tuple[float, ...], *labels: str
-    ) -> Histogram:
-        return Histogram(name, text, labels, buckets=buckets, registry=self._registry)

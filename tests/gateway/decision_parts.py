@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import msgspec
 
@@ -105,3 +106,22 @@ def text(random: Random, num_words: int) -> str:
 def again(line: DecisionLine) -> Decision:
     """Take the decision of a line again."""
     return choose(msgspec.convert(line.input, RouteInput), rotation=line.rotation)
+
+
+def a_line(**more: Any) -> DecisionLine:
+    values = {
+        "t_unix_s": 1.0,
+        "pool": "chat",
+        "model": "m",
+        "session": "00",
+        "blocks": ["aa"],
+        "prompt_tokens": 3,
+        "rotation": 0,
+        "input": {},
+        "worker": "w0",
+        "reason": "home",
+        "source": "exact",
+        "hit_tokens": 0,
+        "outcome": "ok",
+    }
+    return DecisionLine(**(values | more))

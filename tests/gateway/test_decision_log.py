@@ -23,30 +23,11 @@ from gateway.telemetry.decision_log import (
     DecisionLog,
     hashed_key,
 )
-from tests.gateway.decision_parts import UNIX_OFFSET_S, Traffic, again
+from tests.gateway.decision_parts import UNIX_OFFSET_S, Traffic, a_line, again
 from tests.gateway.routing_parts import Clock, chat, dispatcher, make_pool
 from tests.support import poll_until
 
 HIDDEN = "the launch code is 0000"
-
-
-def a_line(**more: Any) -> DecisionLine:
-    values = {
-        "t_unix_s": 1.0,
-        "pool": "chat",
-        "model": "m",
-        "session": "00",
-        "blocks": ["aa"],
-        "prompt_tokens": 3,
-        "rotation": 0,
-        "input": {},
-        "worker": "w0",
-        "reason": "home",
-        "source": "exact",
-        "hit_tokens": 0,
-        "outcome": "ok",
-    }
-    return DecisionLine(**(values | more))
 
 
 def lines_of(path: Path) -> list[DecisionLine]:

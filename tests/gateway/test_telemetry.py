@@ -6,13 +6,17 @@ import asyncio
 import io
 import json
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.telemetry.decision_log import DecisionLog
+from gateway.telemetry.log_metrics import DecisionLogCollector
 from gateway.telemetry.record import RequestRecord
 from gateway.telemetry.request_log import FLUSH_S, RequestLog
 from gateway.telemetry.requests import Telemetry
+from tests.gateway.decision_parts import a_line
 
 
 def record(**more) -> RequestRecord:
@@ -86,6 +90,81 @@ def test_the_series_of_a_worker_leave_with_it() -> None:
 
     workers = {worker for _, worker in samples(telemetry)}
     assert workers == {"", "w1"}
+
+
+def labelled(telemetry: Telemetry, name: str) -> dict[tuple[str, ...], float]:
+    """Values of one metric by its labels' values, in the order of their names."""
+    families = text_string_to_metric_families(telemetry.render().decode())
+    return {
+        tuple(v for _, v in sorted(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def test_choices_are_counted_with_bounded_labels() -> None:
+    telemetry = Telemetry(clock=lambda: 5.0)
+    for peer in range(40):
+        telemetry.observe(record(source=f"peer:w{peer}", pull_tokens=4096, route="batch"))
+    telemetry.observe(record(source="own", queue_s=0.3, offload_tokens=0))
+    telemetry.observe(record(source="recompute", offload_tokens=2048))
+    telemetry.observe(record(worker="", source="own", route="batch", queue_s=30.0))
+
+    assert labelled(telemetry, "warmlane_sources_total") == {
+        ("chat", "peer"): 40,
+        ("chat", "own"): 1,
+        ("chat", "recompute"): 1,
+    }
+    assert labelled(telemetry, "warmlane_pulls_total") == {("chat", "w0"): 40}
+    assert labelled(telemetry, "warmlane_pulled_tokens_total") == {("chat", "w0"): 40 * 4096}
+    assert labelled(telemetry, "warmlane_route_requests_total") == {("chat", "batch"): 40}
+    # Who never got to a worker did not wait for one that came.
+    assert labelled(telemetry, "warmlane_gate_wait_seconds_count") == {("chat",): 1}
+    assert labelled(telemetry, "warmlane_offload_caps_total") == {
+        ("none", "chat"): 1,
+        ("some", "chat"): 1,
+    }
+
+
+def test_what_the_rule_would_have_done_is_counted_beside_what_was_done() -> None:
+    telemetry = Telemetry(clock=lambda: 5.0)
+    telemetry.observe(record(shadow_worker="w0", shadow_hit_tokens=64, shadow_saved_s=0.0))
+    telemetry.observe(record(shadow_worker="w1", shadow_hit_tokens=96, shadow_saved_s=0.5))
+    telemetry.observe(record(shadow_worker="w1", shadow_hit_tokens=0, shadow_saved_s=-0.25))
+    telemetry.observe(record(shadow_worker="w1", shadow_saved_s=None))
+    telemetry.observe(record())
+
+    shadow = labelled(telemetry, "warmlane_shadow_decisions_total")
+    assert shadow == {("yes", "chat"): 1, ("no", "chat"): 3}
+    assert labelled(telemetry, "warmlane_shadow_hit_tokens_total") == {("chat",): 160}
+    assert labelled(telemetry, "warmlane_shadow_saved_seconds_total") == {("chat",): 0.5}
+    assert labelled(telemetry, "warmlane_shadow_lost_seconds_total") == {("chat",): 0.25}
+
+
+def test_the_pulls_of_a_worker_leave_with_it() -> None:
+    telemetry = Telemetry(clock=lambda: 5.0)
+    telemetry.observe(record(source="store", pull_tokens=4096))
+    telemetry.forget_worker("w0")
+
+    assert labelled(telemetry, "warmlane_pulls_total") == {}
+    telemetry.observe(record(source="store", pull_tokens=4096))
+    assert labelled(telemetry, "warmlane_pulls_total") == {("chat", "w0"): 1}
+
+
+def test_the_decision_log_says_what_became_of_its_lines(tmp_path: Path) -> None:
+    telemetry = Telemetry(clock=lambda: 5.0)
+    decisions = DecisionLog(str(tmp_path / "log"), max_waiting=1)
+    telemetry.register(DecisionLogCollector(decisions))
+    for _ in range(3):
+        decisions.add(a_line(), 1)
+    decisions.close()
+
+    assert labelled(telemetry, "warmlane_decision_log_lines_total") == {
+        ("written",): 1,
+        ("dropped",): 2,
+        ("failed",): 0,
+    }
 
 
 async def test_lines_are_written_soon_and_at_the_end() -> None:
