@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from gateway.errors import ModelNotFound
 from gateway.proxy.headers import to_worker
 from gateway.proxy.retry import RetryBudget
-from gateway.proxy.rewrite import Rewrite
-from gateway.proxy.sending import Sending
+from gateway.proxy.sending import Form, Sending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -83,14 +82,15 @@ class Proxy:
         sending = Sending(self, exchange, form, headers, body, inbound, record, started_s)
         await sending.run(decision)
 
-    async def plan(self, pool: Pool, inbound: Inbound, body: bytes) -> Rewrite:
+    async def plan(self, pool: Pool, inbound: Inbound, body: bytes) -> Form:
         """Plan a request for one pool, in the form in which it will be sent there."""
         rewriter = self._rewriters.get(pool.name)
         if rewriter is None:
-            return Rewrite(await self.dispatcher.plan(pool, inbound), body)
-        return await rewriter.plan(self.dispatcher, pool, inbound, body)
+            return Form(await self.dispatcher.plan(pool, inbound), body)
+        rewrite = await rewriter.plan(self.dispatcher, pool, inbound, body)
+        return Form(rewrite.plan, rewrite.raw, rewrite.rules)
 
-    async def _routed(self, target: Target, inbound: Inbound, body: bytes) -> Rewrite:
+    async def _routed(self, target: Target, inbound: Inbound, body: bytes) -> Form:
         """Plan a request for the pool where it goes, which its prompt may change."""
         form = await self.plan(target.pool, inbound, body)
         other = self.dispatcher.redirected(form.plan, target)

@@ -7,7 +7,7 @@ long prefill is not a dead worker. Every attempt's ticket is finished, whatever 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.errors import (
     ConnectFailed,
@@ -25,12 +25,25 @@ from gateway.routing.dispatch import GateFull, GateTimeout, Outcome
 if TYPE_CHECKING:
     from gateway.front.exchange import Exchange
     from gateway.proxy.forward import Proxy
-    from gateway.proxy.rewrite import Rewrite
-    from gateway.routing.dispatch import Decision, Inbound, Ticket
+    from gateway.routing.dispatch import Decision, Inbound, Plan, Ticket
     from gateway.telemetry.record import RequestRecord
 
 # RFC 6585, 4: more requests wait than may, or for longer than they should.
 STATUS_TOO_MANY = 429
+
+
+class Form(NamedTuple):
+    """A request in the form in which one pool gets it.
+
+    Attributes:
+        plan: Its plan.
+        raw: Its body, before what the gateway itself says to a worker.
+        rules: Canonicalisation rules that changed it.
+    """
+
+    plan: Plan
+    raw: bytes
+    rules: tuple[str, ...] = ()
 
 
 class Sending:
@@ -56,7 +69,7 @@ class Sending:
         self,
         proxy: Proxy,
         exchange: Exchange,
-        form: Rewrite,
+        form: Form,
         headers: bytes,
         raw: bytes,
         inbound: Inbound,
@@ -78,7 +91,7 @@ class Sending:
         self._budget.deposit()
         self._max_attempts = (pool.retry or proxy.limits).attempts
 
-    def _take(self, form: Rewrite) -> None:
+    def _take(self, form: Form) -> None:
         """Send it in this form from here on."""
         self._plan, self._body = form.plan, form.raw
         self._record.pool = form.plan.pool.name

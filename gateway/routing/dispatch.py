@@ -194,8 +194,10 @@ class _Ticket(Ticket):
 
     def first_token(self) -> None:
         super().first_token()
-        self._gate.changed(self._plan.pool)
+        if self._gate.lines:
+            self._gate.changed(self._plan.pool)
 
     def finish(self, outcome: Outcome, usage: Usage | None = None) -> None:
         super().finish(outcome, usage)
-        self._gate.changed(self._plan.pool)
+        if self._gate.lines:
+            self._gate.changed(self._plan.pool)

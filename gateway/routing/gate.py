@@ -94,6 +94,7 @@ class Gate:
         num_full: Pool name -> requests refused because too many waited.
         num_timeouts: Pool name -> requests whose deadline passed.
         waited_s: Pool name -> seconds waited by all of them together.
+        lines: Pool name -> those who wait for it; only pools where somebody does.
     """
 
     def __init__(
@@ -116,8 +117,7 @@ class Gate:
         self._clock = clock
         self._standings = standings or {}
         self._call_later = call_later or _on_running_loop
-        # Only pools where somebody waits.
-        self._lines: dict[str, _Line] = {}
+        self.lines: dict[str, _Line] = {}
 
     def is_open(self, plan: Plan, decision: Decision) -> bool:
         """Whether a request may go to its worker now; nobody may pass those who wait already.
@@ -126,11 +126,11 @@ class Gate:
         """
         if decision.input.mode == "least_load":
             return True
-        return plan.pool.name not in self._lines and not is_busy(decision, self.max_wait_s)
+        return plan.pool.name not in self.lines and not is_busy(decision, self.max_wait_s)
 
     def num_waiting(self, pool: str) -> int:
         """Return how many requests wait for a pool."""
-        line = self._lines.get(pool)
+        line = self.lines.get(pool)
         return 0 if line is None else len(line.queue)
 
     async def wait(self, plan: Plan, decision: Decision) -> Ticket | None:
@@ -147,13 +147,13 @@ class Gate:
             GateTimeout: If none got free within the pool's deadline.
         """
         pool, now_s = plan.pool, self._clock()
-        line = self._lines.get(pool.name) or _Line(pool, self._standings)
+        line = self.lines.get(pool.name) or _Line(pool, self._standings)
         excess_s = _excess_s(decision, self.max_wait_s)
         line.free_at_s = now_s + excess_s
         if len(line.queue) >= pool.max_queue:
             _count(self.num_full, pool)
             raise GateFull(len(line.queue), excess_s)
-        self._lines[pool.name] = line
+        self.lines[pool.name] = line
         _count(self.num_waited, pool)
         plan.queued = True
         waiting = _Waiting(plan, now_s, asyncio.get_running_loop().create_future())
@@ -173,7 +173,7 @@ class Gate:
 
     def changed(self, pool: Pool) -> None:
         """Look again at who waits for a pool, soon: a worker's books changed, or its health."""
-        line = self._lines.get(pool.name)
+        line = self.lines.get(pool.name)
         if line is not None:
             self._look(line)
 
@@ -255,8 +255,8 @@ class Gate:
         if line.recheck is not None:
             line.recheck.cancel()
             line.recheck = None
-        if self._lines.get(line.pool.name) is line:
-            del self._lines[line.pool.name]
+        if self.lines.get(line.pool.name) is line:
+            del self.lines[line.pool.name]
 
 
 def is_busy(decision: Decision, max_wait_s: float) -> bool:
