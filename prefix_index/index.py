@@ -4,39 +4,40 @@ Invariant: a block is *visible* on a worker only while its parent is a root or v
 Removing a parent hides its descendants until it returns. So the workers that see block i of a chain
 are a subset of those that see block i - 1, and ``match`` may bisect instead of walking.
 
+A block costs one slot in flat arrays (``view_blocks``) and the number of a state that says who
+holds it (``view_states``), whatever the number of holders, tiers and copies; nothing is kept per
+(worker, block). Layouts tried: docs/adr/0005-one-view-in-flat-arrays.md.
+
 Used from one thread (the event loop). Worker names are opaque; a data-parallel rank is a worker.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from prefix_index.blocks import is_root
-from prefix_index.holdings import TIERS, Holdings, Tier
+from prefix_index.holdings import MAX_COPIES, TIERS, Tier, count
+from prefix_index.view import Holder, View
+from prefix_index.view_blocks import HASH_BYTES
+from prefix_index.view_hits import Hit, split_hits
+from prefix_index.view_trim import Hand
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from prefix_index.blocks import BlockHash
 
 __all__ = ["TIERS", "Hit", "Index", "Tier"]
 
-# Leaves evicted in one go, so that choosing the fullest worker is paid once for all of them.
-_EVICT_BATCH_BLOCKS = 64
-
-
-class Hit(NamedTuple):
-    """Hit tokens of one worker, split by the fastest tier that holds each block."""
-
-    gpu: int = 0
-    cpu: int = 0
-    disk: int = 0
-    remote: int = 0
-
-    @property
-    def total(self) -> int:
-        """Hit tokens of all tiers."""
-        return self.gpu + self.cpu + self.disk + self.remote
+# Leaves evicted before it is found again who has more than its share.
+_TRIM_LOT_BLOCKS: Final = 64
+# Windows that one store may read without finding a leaf, under 2 ms in all.
+_TRIM_WINDOWS: Final = 8
+# Slots that a sweep may read per block that it may change: reading costs about a twentieth.
+_SLOTS_READ_PER_BLOCK: Final = 16
+# Slots that ``entries`` reads in one go.
+_PAGE_SLOTS: Final = 4096
+# Stamps are unsigned 32 bit; ages are taken around it.
+_STAMP_MASK: Final = 0xFFFFFFFF
 
 
 class Index:
@@ -44,8 +45,9 @@ class Index:
 
     Args:
         block_size: Tokens per block, equal for all workers of one index.
-        max_blocks: Bound on (worker, block) entries. Beyond it the fullest worker loses its least
-            recently stored leaf blocks, never a parent before its children.
+        max_blocks: Bound on (worker, block) entries. Beyond it the workers with more than an equal
+            share lose their least recently stored leaf blocks, never a parent before its children.
+            The order of age is exact in small indexes and approximate in large ones.
     """
 
     def __init__(self, block_size: int, max_blocks: int = 5_000_000) -> None:
@@ -54,10 +56,17 @@ class Index:
         self.block_size = block_size
         self.max_blocks = max_blocks
         self._num_blocks = 0
-        # block -> bits of the workers that see it; a block that nobody sees has no entry.
-        self._masks: dict[BlockHash, int] = {}
-        self._workers: dict[str, Holdings] = {}
-        self._by_bit: dict[int, Holdings] = {}
+        self._stamp = 0
+        self._view = View()
+        self._hand = Hand(self._view.blocks, self._view.states)
+        self._workers: dict[str, Holder] = {}
+        self._by_bit: dict[int, Holder] = {}
+        # Bits of the workers there are; of cleared ones that blocks still carry; of those of them
+        # that the present sweep takes off, and the slot it has come to.
+        self._live = 0
+        self._retired = 0
+        self._sweeping = 0
+        self._swept_slots = 0
 
     @property
     def num_blocks(self) -> int:
@@ -76,65 +85,117 @@ class Index:
                 does not hold, the chain stays hidden until it does.
             tier: Where the copies are.
         """
-        held = self._workers.get(worker) or self._join(worker)
-        masks, bit = self._masks, held.bit
-        for block in hashes:
-            if held.add(block, parent, tier):
-                self._num_blocks += 1
-                if masks.get(parent, 0) & bit or is_root(parent):
-                    if held.has_children(block):
-                        self._reveal(held, block)
-                    else:
-                        masks[block] = masks.get(block, 0) | bit
-            parent = block
-        if self._num_blocks > self.max_blocks:
-            self._evict()
+        hashes = hashes if isinstance(hashes, list) else list(hashes)
+        if not hashes:
+            return
+        holder = self._workers.get(worker) or self._join(worker)
+        before = holder.num_blocks
+        self._stamp = self._stamp + 1 & _STAMP_MASK
+        self._view.add(holder, hashes, parent, tier, self._stamp)
+        self._num_blocks += holder.num_blocks - before
+        self._tidy(len(hashes))
 
     def remove(self, worker: str, hashes: Iterable[BlockHash], tier: Tier = "gpu") -> None:
         """Count one copy less of each block; where there is none, nothing happens."""
-        held = self._workers.get(worker)
-        if held is None:
+        holder = self._workers.get(worker)
+        if holder is None:
             return
-        for block in hashes:
-            if held.drop_copy(block, tier):
-                self._drop(held, block)
+        before = holder.num_blocks
+        self._view.take(holder, hashes, tier)
+        self._num_blocks += holder.num_blocks - before
+
+    def set_copies(self, worker: str, block: BlockHash, parent: BlockHash, copies: int) -> None:
+        """Give a worker exactly these copies of a block, as a replica is told. Idempotent.
+
+        Args:
+            worker: Holder; made known by its first block.
+            block: The block.
+            parent: Block before it, or a root. A known block keeps the parent it has.
+            copies: Packed as ``copies`` returns them; 0 removes the block.
+
+        Raises:
+            ValueError: If the hashes are not 16 bytes each or the copies do not fit four tiers.
+        """
+        if len(block) != HASH_BYTES or len(parent) != HASH_BYTES or not 0 <= copies <= MAX_COPIES:
+            raise ValueError(
+                f"expected two hashes of {HASH_BYTES} bytes and copies in 64 bits, not "
+                f"{len(block)} and {len(parent)} bytes and {copies}"
+            )
+        holder = self._workers.get(worker)
+        if not copies:
+            if holder is not None:
+                self._set(holder, self._view.blocks.find(block), 0)
+            return
+        holder = holder or self._join(worker)
+        self._stamp = self._stamp + 1 & _STAMP_MASK
+        slots, _ = self._view.blocks.chain([block], parent, self._stamp)
+        self._set(holder, slots[0], copies)
+        self._tidy(1)
 
     def clear(self, worker: str) -> None:
-        """Forget everything about a worker. O(its blocks); other workers' entries are not read."""
-        held = self._workers.pop(worker, None)
-        if held is None:
+        """Forget everything about a worker. O(1): its bit is void at once and swept up later."""
+        holder = self._workers.pop(worker, None)
+        if holder is None:
             return
-        del self._by_bit[held.bit]
-        for block in held.parents:
-            self._unsee(held, block)
-        self._num_blocks -= len(held.parents)
+        del self._by_bit[holder.bit]
+        self._live ^= holder.bit
+        if holder.num_blocks:
+            self._retired |= holder.bit
+        self._num_blocks -= holder.num_blocks
+
+    def sweep(self, max_blocks: int) -> bool:
+        """Take a slice of cleared workers' blocks away, for whoever owns the loop.
+
+        1,000 blocks take about 2 ms. Stores sweep a little as well, so that memory stays bounded
+        if nobody calls this.
+
+        Args:
+            max_blocks: Blocks to take away at most; 16 times as many may be looked at.
+
+        Returns:
+            Whether there is more to do.
+        """
+        view = self._view
+        if not self._sweeping:
+            self._sweeping, self._swept_slots = self._retired, 0
+        if not self._sweeping:
+            return False
+        end = self._swept_slots + max_blocks * _SLOTS_READ_PER_BLOCK
+        self._swept_slots = view.strip(self._sweeping, self._swept_slots, end, max_blocks)
+        if self._swept_slots >= view.blocks.num_slots:
+            self._retired ^= self._sweeping
+            self._sweeping = 0
+        return self._retired != 0
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[str, Hit]:
         """Return the leading hit of each worker that has one.
 
-        O(different hit lengths x log(len(hashes))) look-ups, plus one per hit block for workers
-        that hold blocks outside GPU memory only.
+        O(different hit lengths x log(len(hashes))) look-ups; for workers that hold blocks outside
+        GPU memory also one step per run of blocks that were stored together.
 
         Args:
             hashes: A prompt's chain from its first block; pass the ``usable_blocks`` only.
         """
-        masks = self._masks
-        hits: dict[str, Hit] = {}
-        first = masks.get(hashes[0], 0) if hashes else 0
+        if not hashes:
+            return {}
+        blocks, live = self._view.blocks, self._live
+        find, states, visible = blocks.find, blocks.state, self._view.states.visible
+        first = visible[states[find(hashes[0])]] & live
+        lengths: dict[Holder, int] = {}
         # (low, its mask, high, its mask): whoever sees low but not high ends in between.
         spans = [(0, first, len(hashes), 0)] if first else []
         while spans:
             low, low_mask, high, high_mask = spans.pop()
             if high - low == 1:
-                self._add_hits(hits, low_mask & ~high_mask, hashes, high)
+                self._add_lengths(lengths, low_mask & ~high_mask, high)
                 continue
-            middle = (low + high) >> 1
-            mask = masks.get(hashes[middle], 0)
+            middle = low + high >> 1
+            mask = visible[states[find(hashes[middle])]] & live
             if mask != low_mask:
                 spans.append((low, low_mask, middle, mask))
             if mask != high_mask:
                 spans.append((middle, mask, high, high_mask))
-        return hits
+        return self._hits(hashes, lengths)
 
     def shorten(self, worker: str, hashes: Sequence[BlockHash], num_blocks: int) -> None:
         """Believe an observation: the worker holds only the first ``num_blocks`` of this chain.
@@ -142,93 +203,154 @@ class Index:
         One observation shortens a chain and never deletes it, so the first block always stays:
         a single answer may have been served without the cache for reasons of its own.
         """
-        held = self._workers.get(worker)
-        if held is None:
+        holder = self._workers.get(worker)
+        if holder is None:
             return
         for block in reversed(hashes[max(num_blocks, 1) :]):
-            if block in held.parents:
-                self._drop(held, block)
+            self._set(holder, self._view.blocks.find(block), 0)
 
     def blocks_by_tier(self, worker: str) -> dict[Tier, int]:
         """Return how many different blocks each tier of a worker has, visible or not."""
-        held = self._workers.get(worker)
-        return dict(held.tiers) if held else dict.fromkeys(TIERS, 0)
+        holder = self._workers.get(worker)
+        return dict(holder.tiers) if holder else dict.fromkeys(TIERS, 0)
 
     def held_blocks(self, worker: str, tier: Tier = "gpu") -> int:
         """Return how many different blocks one tier of a worker has, visible or not."""
-        held = self._workers.get(worker)
-        return held.tiers[tier] if held else 0
+        holder = self._workers.get(worker)
+        return holder.tiers[tier] if holder else 0
+
+    def copies(self, worker: str, block: BlockHash) -> int:
+        """Return a worker's copies of a block, 16 bits a tier in the order of ``TIERS``.
+
+        0 if it does not hold the block.
+        """
+        holder = self._workers.get(worker)
+        return self._view.copies(holder, self._view.blocks.find(block)) if holder else 0
 
     def holds(self, worker: str, block: BlockHash, tier: Tier | None = None) -> bool:
         """Say whether a worker has a copy of a block in a tier, or in any, visible or not."""
-        held = self._workers.get(worker)
-        if held is None:
-            return False
-        return held.count(block, tier) > 0 if tier else block in held.parents
+        copies = self.copies(worker, block)
+        return (count(copies, tier) if tier else copies) > 0
 
     def parent(self, worker: str, block: BlockHash) -> BlockHash | None:
         """Return the parent of a block that the worker holds."""
-        held = self._workers.get(worker)
-        return held.parents.get(block) if held else None
+        holder = self._workers.get(worker)
+        blocks = self._view.blocks
+        slot = blocks.find(block)
+        if holder is None or not self._view.copies(holder, slot):
+            return None
+        return blocks.key(blocks.parent[slot])
 
-    def _join(self, worker: str) -> Holdings:
+    def entries(self, worker: str) -> Iterator[tuple[BlockHash, BlockHash, int]]:
+        """Iterate over (block, parent, packed copies) of every held block, in no order.
+
+        The index may change meanwhile: what is held throughout is given exactly once. One step may
+        read the whole view; use ``page`` where the loop must not wait for that.
+        """
+        cursor = 0
+        while True:
+            found, cursor = self.page(worker, cursor, _PAGE_SLOTS)
+            yield from found
+            if not cursor:
+                return
+
+    def blocks(self, worker: str) -> list[BlockHash]:
+        """Return every block that a worker holds, in no order; reads the whole view at once."""
+        return [block for block, _, _ in self.entries(worker)]
+
+    def page(
+        self, worker: str, cursor: int, max_slots: int
+    ) -> tuple[list[tuple[BlockHash, BlockHash, int]], int]:
+        """Return a slice of ``entries`` in bounded time.
+
+        Args:
+            worker: Holder.
+            cursor: 0, or what the call before returned.
+            max_slots: Blocks of the whole view to look at, 1,000 take at most 1 ms.
+
+        Returns:
+            Entries, perhaps none, and the next cursor; 0 at the end.
+        """
+        holder = self._workers.get(worker)
+        if holder is None:
+            return [], 0
+        blocks, states, bit = self._view.blocks, self._view.states, holder.bit
+        end = cursor + max_slots
+        found = [
+            (blocks.key(slot), blocks.key(blocks.parent[slot]), states.copies(state, bit))
+            for slot, state in enumerate(blocks.state[cursor:end], cursor)
+            if states.held[state] & bit
+        ]
+        return found, end if end < blocks.num_slots else 0
+
+    def _join(self, worker: str) -> Holder:
         bit = 1
-        while bit in self._by_bit:  # the lowest free bit keeps the masks short
+        while bit & (self._live | self._retired):  # the lowest free bit keeps the masks short
             bit <<= 1
-        held = self._workers[worker] = self._by_bit[bit] = Holdings(worker, bit)
-        return held
+        holder = self._workers[worker] = self._by_bit[bit] = Holder(worker, bit)
+        self._live |= bit
+        return holder
 
-    def _reveal(self, held: Holdings, block: BlockHash) -> None:
-        """Make a held block and its held descendants visible."""
-        pending = [block]
-        while pending:
-            block = pending.pop()
-            mask = self._masks.get(block, 0)
-            if not mask & held.bit:
-                self._masks[block] = mask | held.bit
-                pending.extend(held.children(block))
+    def _set(self, holder: Holder, slot: int, copies: int) -> None:
+        before = holder.num_blocks
+        self._view.set(holder, slot, copies)
+        self._num_blocks += holder.num_blocks - before
 
-    def _drop(self, held: Holdings, block: BlockHash) -> None:
-        """Take a held block away and hide its descendants."""
-        pending = [block]
-        while pending:
-            hidden = pending.pop()
-            if self._unsee(held, hidden) and held.has_children(hidden):
-                pending.extend(held.children(hidden))
-        held.drop(block)
-        self._num_blocks -= 1
-
-    def _unsee(self, held: Holdings, block: BlockHash) -> bool:
-        mask = self._masks.get(block, 0)
-        if not mask & held.bit:
-            return False
-        if mask == held.bit:
-            del self._masks[block]
-        else:
-            self._masks[block] = mask ^ held.bit
-        return True
-
-    def _add_hits(
-        self, hits: dict[str, Hit], mask: int, hashes: Sequence[BlockHash], num_blocks: int
-    ) -> None:
-        gpu_only = Hit(gpu=num_blocks * self.block_size)
+    def _add_lengths(self, lengths: dict[Holder, int], mask: int, num_blocks: int) -> None:
         while mask:
             bit = mask & -mask
             mask ^= bit
-            held = self._by_bit[bit]
-            hits[held.worker] = (
-                self._split_by_tier(held, hashes[:num_blocks]) if held.num_below else gpu_only
-            )
+            lengths[self._by_bit[bit]] = num_blocks
 
-    def _split_by_tier(self, held: Holdings, hashes: Sequence[BlockHash]) -> Hit:
-        tokens: dict[Tier, int] = dict.fromkeys(TIERS, 0)
-        for block in hashes:
-            tokens[held.best_tier(block)] += self.block_size
-        return Hit(**tokens)
+    def _hits(self, hashes: Sequence[BlockHash], lengths: dict[Holder, int]) -> dict[str, Hit]:
+        mixed = {holder: length for holder, length in lengths.items() if holder.num_below}
+        hits = split_hits(self._view, hashes, mixed, self.block_size) if mixed else {}
+        for holder, length in lengths.items():
+            if not holder.num_below:
+                hits[holder.worker] = Hit(gpu=length * self.block_size)
+        return hits
 
-    def _evict(self) -> None:
-        while self._num_blocks > self.max_blocks:
-            fullest = max(self._workers.values(), key=lambda held: len(held.parents))
-            surplus = self._num_blocks - self.max_blocks
-            for _ in range(min(surplus, _EVICT_BATCH_BLOCKS, len(fullest.parents))):
-                self._drop(fullest, next(iter(fullest.leaves)))
+    def _tidy(self, num_stored: int) -> None:
+        """Pay for stored blocks: sweep as many, and evict what is too much, in bounded time."""
+        if self._retired:
+            self.sweep(num_stored)
+        if self._num_blocks > self.max_blocks:
+            # Twice, so that what a store left over is gone after the next ones.
+            self._trim(2 * num_stored + _TRIM_LOT_BLOCKS)
+
+    def _trim(self, max_blocks: int) -> None:
+        windows = _TRIM_WINDOWS
+        while windows and max_blocks > 0 and self._num_blocks > self.max_blocks:
+            bits = self._largest()
+            lot = min(max_blocks, _TRIM_LOT_BLOCKS, self._num_blocks - self.max_blocks)
+            max_blocks -= lot
+            while windows and lot > 0:
+                leaf = self._hand.next_leaf(bits, self._stamp)
+                if leaf:
+                    lot -= self._evict(leaf, bits)
+                else:
+                    windows -= 1
+
+    def _largest(self) -> int:
+        """Return the bits of the workers with an equal share of all blocks or more."""
+        num_workers = len(self._by_bit)
+        return sum(
+            bit
+            for bit, holder in self._by_bit.items()
+            if holder.num_blocks * num_workers >= self._num_blocks
+        )
+
+    def _evict(self, slot: int, bits: int) -> int:
+        """Take a block from those of the workers whose leaf it is and say how many they were."""
+        blocks = self._view.blocks
+        stamp, parent = blocks.stamp[slot], blocks.parent[slot]
+        holders = self._view.states.held[blocks.state[slot]] & bits
+        num_gone = 0
+        while holders:
+            bit = holders & -holders
+            holders ^= bit
+            if self._hand.is_leaf(slot, bit):
+                self._set(self._by_bit[bit], slot, 0)
+                num_gone += 1
+        self._hand.expose(parent, stamp)
+        return num_gone
