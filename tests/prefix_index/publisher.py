@@ -13,17 +13,31 @@ END = b"\xff" * 8
 
 
 class Publisher:
-    """PUB and ROUTER bound on loopback, as vLLM has them.
+    """PUB and ROUTER on loopback, as vLLM has them.
+
+    Args:
+        port: Of the PUB socket.
+        replay_port: Of the ROUTER socket, which is always bound.
+        topic: First part of what is sent.
+        old: Answer replays in three parts.
+        connects: The PUB socket connects to somebody who listens.
 
     Attributes:
         buffer: What the replay socket offers: (sequence, payload).
         questions: Sequences that were asked for.
         topic: First part of what is sent.
         answers: False: the replay socket reads and stays silent.
+        max_answer: Batches of an answer that its queue takes, the last one among them.
     """
 
     def __init__(
-        self, port: int, replay_port: int, *, topic: bytes = b"kv@w@m", old: bool = False
+        self,
+        port: int,
+        replay_port: int,
+        *,
+        topic: bytes = b"kv@w@m",
+        old: bool = False,
+        connects: bool = False,
     ) -> None:
         self.endpoint = f"tcp://127.0.0.1:{port}"
         self.replay_endpoint = f"tcp://127.0.0.1:{replay_port}"
@@ -32,12 +46,14 @@ class Publisher:
         self.answers = True
         self.sequence = 0
         self.topic = topic
+        self.max_answer: int | None = None
         self._old = old
+        self._connects = connects
 
     async def __aenter__(self) -> Self:
         self._context = zmq.asyncio.Context()
         # XPUB tells when a subscription is in force, so that tests need not sleep.
-        self._pub = self._socket(zmq.XPUB, self.endpoint)
+        self._pub = self._socket(zmq.XPUB, self.endpoint, connects=self._connects)
         self._router = self._socket(zmq.ROUTER, self.replay_endpoint)
         self._task = asyncio.create_task(self._serve_replay())
         return self
@@ -68,10 +84,13 @@ class Publisher:
         """Send any parts behind the topic."""
         await self._pub.send_multipart([self.topic, *parts])
 
-    def _socket(self, kind: int, endpoint: str) -> zmq.asyncio.Socket:
+    def _socket(self, kind: int, endpoint: str, *, connects: bool = False) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
         socket.linger = 0
-        socket.bind(endpoint)
+        if connects:
+            socket.connect(endpoint)
+        else:
+            socket.bind(endpoint)
         return socket
 
     async def _serve_replay(self) -> None:
@@ -82,9 +101,12 @@ class Publisher:
             if not self.answers:
                 continue
             topic = [] if self._old else [self.topic]
-            for sequence, payload in list(self.buffer):
-                if sequence >= first:
-                    parts = [client, empty, *topic, sequence.to_bytes(8, "big"), payload]
-                    await self._router.send_multipart(parts)
+            wanted = [batch for batch in self.buffer if batch[0] >= first]
+            if self.max_answer is not None and len(wanted) > self.max_answer:
+                # Its queue is full: a batch in between is dropped, then all others too.
+                wanted = [*wanted[: self.max_answer - 1], wanted[-1]]
+            for sequence, payload in wanted:
+                parts = [client, empty, *topic, sequence.to_bytes(8, "big"), payload]
+                await self._router.send_multipart(parts)
             end = [client, empty, *([] if self._old else [b""]), END, b""]
             await self._router.send_multipart(end)
