@@ -136,6 +136,7 @@ def engine_command(options: argparse.Namespace, engine: Engine) -> list[str]:
         *(sys.executable, "-m", "bench.mock_engine", "--port", port, "--model", "m"),
         *("--tokenizer", options.tokenizer, "--block-size", "16"),
         *("--pool-tokens", str(options.pool_tokens or 120_000), *events),
+        *("--slowdown", str(options.slowdown)),
     ]
 
 
@@ -294,6 +295,8 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=8, help="timed mock engines")
     parser.add_argument("--runners", type=int, default=0, help="bundled runners instead")
     parser.add_argument("--pool-tokens", type=int, help="KV tokens of each engine")
+    # One H100 would ask for more requests a second than one machine can play clients for.
+    parser.add_argument("--slowdown", type=float, default=6.0, help="stretches the mocks' times")
     parser.add_argument("--asks", type=int, default=40, help="requests of each client")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
