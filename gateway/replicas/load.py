@@ -41,6 +41,8 @@ BEAT_S = 0.05
 BUSY_HEARTBEAT_S = 2 * BEAT_S
 # A cold prompt is worth telling at once: its siblings come within milliseconds. Bounds the rate.
 LEAD_GAP_S = 0.005
+# Silence of ``GONE_S`` is noticed within this; ages are read off the clock and need no look.
+LOOK_S = 0.25
 # How long a listener waits in one go; it only bounds how late it notices the end.
 LISTEN_S = 1.0
 # A worker's last first token is told this long after its last request: its other gateways hear of
@@ -105,6 +107,10 @@ class Channel:
         )
         return encode(report)
 
+    def repeat(self) -> None:
+        """Say everything next time: what was said last may not have arrived."""
+        self._full_sent_s = float("-inf")
+
     def goodbye(self) -> bytes:
         """Return the last thing said."""
         return encode(Report(VERSION, self._gateway, is_leaving=True))
@@ -145,6 +151,8 @@ class Channel:
         """Return the workers of which there is something new to say; of all that count, if full."""
         rows = []
         sent = self._sent
+        if is_full:
+            sent.clear()  # workers may have left
         self._is_busy = False
         for worker_id, worker in self._pool.workers.items():
             books = worker.books
@@ -231,20 +239,23 @@ class LoadExchange:
             self._wake.clear()
             now_s = self._clock()
             for name, channel in self.channels.items():
-                if self._link.is_up and (payload := channel.due(now_s)) is not None:
-                    await self._publish(name, payload)
+                payload = channel.due(now_s) if self._link.is_up else None
+                if payload is not None and not await self._publish(name, payload):
+                    channel.repeat()
             await asyncio.sleep(LEAD_GAP_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S - LEAD_GAP_S):
                     await self._wake.wait()
 
-    async def _publish(self, name: str, payload: bytes) -> None:
+    async def _publish(self, name: str, payload: bytes) -> bool:
         try:
             await self._link.client.publish(name, payload)
-            self.num_sent += 1
         except LINK_ERRORS as error:
             self._link.report(error)
             self.errors[f"send:{type(error).__name__}"] += 1
+            return False
+        self.num_sent += 1
+        return True
 
     async def _listen(self) -> None:
         while True:
@@ -287,7 +298,7 @@ class LoadExchange:
             if is_connected != was_connected:
                 log.info("load_sharing", connected=is_connected)
                 was_connected = is_connected
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(LOOK_S)
 
     async def _say_goodbye(self) -> None:
         if not self._link.is_up:
