@@ -1,6 +1,6 @@
 """Engine hash -> our hash: the names by which an engine removes and continues its blocks.
 
-The names are needed only where events are read, and cost about as much as the view itself, so they
+The names are needed only where events are read, and cost more than the view itself, so they
 have a budget of their own. A block without a name can never be removed, so it must not be believed
 either: beyond the budget new blocks are refused until old names have left.
 """
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from prefix_index.blocks import BlockHash
     from prefix_index.events import EngineHash
 
-# A 32-byte digest (80 bytes as allocated; a 64-bit int has 48) and its share of a dict (62 on
-# average, measured); our hash itself is shared with the view.
-NAME_BYTES: Final = 144
+# A 32-byte digest (80 bytes as allocated; a 64-bit int has 48), our hash (64) and their share of a
+# dict (62 on average, measured).
+NAME_BYTES: Final = 208
 # Names whose block the view has given up linger until they are found. With a fifth of slack, five
 # looked at make room for one.
 _SLACK: Final = 1.25

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from gateway.telemetry.record import RequestRecord
 
 SILENCE_CHECK_S = 1.0
-# Slices freed each time; more than two millions of names never leave in a minute.
-MAX_SWEEPS = 5
+# Slices freed each time; new blocks free some on their own.
+MAX_SWEEPS = 50
 # How long the start waits for every worker's first answer; one that hangs must not hold it up.
 FIRST_CHECK_S = 3.0
 
