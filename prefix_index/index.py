@@ -128,8 +128,9 @@ class Index:
             return
         holder = holder or self._join(worker)
         self._stamp = self._stamp + 1 & _STAMP_MASK
-        slots, _ = self._view.blocks.chain([block], parent, self._stamp)
-        self._set(holder, slots[0], copies)
+        before = holder.num_blocks
+        self._view.put(holder, block, parent, copies, self._stamp)
+        self._num_blocks += holder.num_blocks - before
         self._tidy(1)
 
     def clear(self, worker: str) -> None:

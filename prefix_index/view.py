@@ -95,6 +95,17 @@ class View:
             return
         for slot in slots:
             self.set(holder, slot, plus_one(self.copies(holder, slot), tier))
+        if not is_chain:
+            self.blocks.drop_unused(self.blocks.find(parent))
+
+    def put(
+        self, holder: Holder, block: BlockHash, parent: BlockHash, copies: int, stamp: int
+    ) -> None:
+        """Give a worker exactly these copies of a block, at least one."""
+        (slot,), is_chain = self.blocks.chain([block], parent, stamp)
+        self.set(holder, slot, copies)
+        if not is_chain:
+            self.blocks.drop_unused(self.blocks.find(parent))
 
     def take(self, holder: Holder, hashes: Iterable[BlockHash], tier: Tier) -> None:
         """Count one copy less of each block that has one."""

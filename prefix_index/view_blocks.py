@@ -204,9 +204,13 @@ class Blocks:
             self._unlink(slot, parent)
         if not self.child[slot]:
             self._drop(slot)
-        if parent not in (0, slot) and not self.child[parent] and self.state[parent] <= ROOT:
-            # Ghosts have no parents and roots neither: this ends here.
-            self._drop(parent)
+        if parent != slot:
+            self.drop_unused(parent)
+
+    def drop_unused(self, slot: int) -> None:
+        """Give up a ghost or a root without children. Both have no parent: this ends here."""
+        if slot and not self.child[slot] and self.state[slot] <= ROOT:
+            self._drop(slot)
 
     def _add_parent(self, block: BlockHash) -> int:
         slot = self._take(block)
