@@ -22,10 +22,10 @@ from gateway.routing.cost import (
 from gateway.routing.pull import PULL_START, least_s, with_sources
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from gateway.routing.choose import RouteInput
-    from gateway.routing.cost import CostModel
+    from gateway.routing.cost import Candidate
 
 # Two costs closer than this are the same number computed in another order.
 TIE = 1e-12
@@ -74,21 +74,14 @@ class Prices:
         return [i for i, cost in costs if cost <= limit]
 
     def _price(self, position: int) -> Estimate:
-        request = self._request
-        c = request.candidates[position]
-        hit = self.hits[position]
-        if not self.in_seconds or c.model is None:
-            return estimate_token_requests(c, request.prompt_tokens, hit)
-        now_s, prompt_tokens, output_tokens = (
-            request.now_s,
-            request.prompt_tokens,
-            request.output_tokens,
-        )
-        own = estimate_s(c, c.model, now_s, prompt_tokens, hit, output_tokens)
-        if c.can_pull and (request.sources or own.restore_s):
-            return with_sources(
-                own, c, c.model, now_s, prompt_tokens, output_tokens, request.sources
-            )
+        r = self._request
+        c = r.candidates[position]
+        model, hit = c.model, self.hits[position]
+        if not self.in_seconds or model is None:
+            return estimate_token_requests(c, r.prompt_tokens, hit)
+        own = estimate_s(c, model, r.now_s, r.prompt_tokens, hit, r.output_tokens)
+        if c.can_pull and (r.sources or own.restore_s):
+            return with_sources(own, c, model, r.now_s, r.prompt_tokens, r.output_tokens, r.sources)
         return own
 
     def _contenders(self, positions: Sequence[int]) -> list[tuple[int, float]]:
@@ -105,10 +98,7 @@ class Prices:
         best = self[first].cost
         limit = best + ROUNDING * (1.0 + best)
         costs = {first: best}
-        # None is missing: these are prices in seconds.
-        models = [model for i in positions if (model := candidates[i].model) is not None]
-        bound = self._bound(positions, models)
-        bounds = {hit: bound(hit) for hit in set(hits)}
+        bounds = self._bounds(positions)
         # Most often this leaves the holders of a prefix alone.
         open_hits = {hit for hit, (floor, _) in bounds.items() if floor <= limit}
         for i in [i for i in positions if hits[i] in open_hits]:
@@ -145,19 +135,24 @@ class Prices:
                 limit = best + ROUNDING * (1.0 + best)
         return sorted(costs.items())
 
-    def _bound(
-        self, positions: Sequence[int], models: Sequence[CostModel]
-    ) -> Callable[[int], tuple[float, float]]:
-        """Return what bounds the price of any candidate from its hit tokens alone."""
+    def _bounds(self, positions: Sequence[int]) -> dict[int, tuple[float, float]]:
+        """Bound the price of any candidate by its hit tokens alone; see ``least_s``."""
         request = self._request
-        token_s = min([model.token_s for model in models])
-        attention_s = min([model.attention_s for model in models])
-        sources, rate = request.sources, 0.0
+        prompt_tokens, sources = request.prompt_tokens, request.sources
+        pulling: list[Candidate] = []
         if sources:
             pulling = [c for i in positions if (c := request.candidates[i]).can_pull]
-            measured = [rate for c in pulling for rate in c.pull_rates.values()]
-            rate = max(measured, default=0.0)
-            rate = max(rate, PULL_START / token_s)
-            sources = sources if pulling else []
-        prompt_tokens = request.prompt_tokens
-        return lambda hit: least_s(token_s, attention_s, hit, prompt_tokens, sources, rate)
+        # None is missing: these are prices in seconds.
+        models = [model for i in positions if (model := request.candidates[i].model) is not None]
+        token_s = min([model.token_s for model in models])
+        attention_s = min([model.attention_s for model in models])
+
+        def prefill_s(hit: int) -> float:
+            uncached = prompt_tokens - hit if prompt_tokens > hit else 1
+            return (token_s + attention_s * (prompt_tokens - uncached / 2)) * uncached
+
+        if not pulling:
+            return {hit: (alone := prefill_s(hit), alone) for hit in set(self.hits)}
+        measured = [rate for c in pulling for rate in c.pull_rates.values()]
+        rate = max(PULL_START / token_s, *measured, 0.0)
+        return {hit: least_s(prefill_s, hit, sources, rate) for hit in set(self.hits)}

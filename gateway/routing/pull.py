@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from gateway.routing.cost import STORE, Estimate, work_s
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from gateway.routing.cost import Candidate, CostModel, Source
 
@@ -118,36 +118,27 @@ def _priced(
 
 
 def least_s(
-    token_s: float,
-    attention_s: float,
+    prefill_s: Callable[[int], float],
     hit_tokens: int,
-    prompt_tokens: int,
     sources: Sequence[Source],
     rate: float,
 ) -> tuple[float, float]:
-    """Bound what it takes to serve a prompt with these own hits, whoever does it.
+    """Bound what it takes to serve a prompt with these own hits, whoever pulls the rest.
 
     Args:
-        token_s: Least of the candidates' constants.
-        attention_s: Least of the candidates' constants.
+        prefill_s: Least seconds of prefill with so many hit tokens.
         hit_tokens: Tokens held.
-        prompt_tokens: Prompt length.
-        sources: Who could hand over more; empty where nobody can pull.
+        sources: Who could hand over more.
         rate: No source is believed to be faster, in tokens/s.
 
     Returns:
         Least seconds of prefill with what may come before it, and least seconds of prefill alone.
     """
-
-    def prefill(hit: int) -> float:
-        uncached = prompt_tokens - hit if prompt_tokens > hit else 1
-        return token_s * uncached + attention_s * uncached * (prompt_tokens - uncached / 2)
-
-    least = alone = prefill(hit_tokens)
+    least = alone = prefill_s(hit_tokens)
     for source in sources:
         pulled = source.tokens - hit_tokens
         if pulled >= MIN_PULL_TOKENS:
-            computed = prefill(source.tokens)
+            computed = prefill_s(source.tokens)
             alone = min(alone, computed)
             least = min(least, computed + PULL_LATENCY_S + (pulled - 1) / rate)
     return least, alone
