@@ -53,6 +53,7 @@ class Api:
         rewriters: Pool name -> its canonicalisation.
 
     Attributes:
+        proxy: Forwards the requests.
         trusted_peers: Whose tenant headers count; nobody's until it is set.
     """
 
@@ -71,7 +72,7 @@ class Api:
         self._lifecycle = lifecycle
         self._clock = clock
         self.trusted_peers = TrustedPeers()
-        self._proxy = Proxy(dispatcher, limits, lifecycle, clock, rewriters)
+        self.proxy = Proxy(dispatcher, limits, lifecycle, clock, rewriters)
 
     def add_routes(self, app: web.Application) -> None:
         """Add the client surface to ``app``."""
@@ -162,7 +163,7 @@ class Api:
         inbound = Inbound(
             surface, document, exchange.headers, model, record.tenant, record.request_id
         )
-        await self._proxy.forward(exchange, inbound, body, record, started_s)
+        await self.proxy.forward(exchange, inbound, body, record, started_s)
 
 
 def _card(name: str, parent: str | None) -> dict[str, object]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gateway.front.exchange import Exchange
     from gateway.proxy.lifecycle import Lifecycle
     from gateway.proxy.limits import Limits
+    from gateway.proxy.outbound import OffloadPut
     from gateway.proxy.rewrite import Rewriter
     from gateway.routing.dispatch import Dispatcher, Inbound, Target
     from gateway.routing.pool import Pool
@@ -33,6 +34,9 @@ class Proxy:
         lifecycle: Tells a shutdown from a client that left.
         clock: Monotonic seconds, the dispatcher's.
         rewriters: Pool name -> its canonicalisation; pools without one forward what came.
+
+    Attributes:
+        offload_put: Caps what a worker offloads of each request; None = nothing is capped.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Proxy:
         self.limits = limits
         self.lifecycle = lifecycle
         self.clock = clock
+        self.offload_put: OffloadPut | None = None
         self._rewriters = rewriters
         self._budgets: dict[str, RetryBudget] = {}
 

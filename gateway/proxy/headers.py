@@ -19,10 +19,10 @@ _HOP_BY_HOP = frozenset(
     b" transfer-encoding upgrade".split()
 )
 # Set anew towards the worker; or answered here (expect); or a switch of the gateway's own; or the
-# gateway's own choice (the rank of a worker).
+# gateway's own choice (a worker's rank, and where it fetches KV from).
 _NOT_FORWARDED = _HOP_BY_HOP | frozenset(
     b"host content-length expect accept-encoding content-encoding x-request-id"
-    b" x-warmlane-explain x-data-parallel-rank".split()
+    b" x-warmlane-explain x-data-parallel-rank x-kv-cache-source-host-port".split()
 )
 # Framing and request id are this side's.
 _NOT_RETURNED = _HOP_BY_HOP | frozenset((b"content-length", b"x-request-id"))

@@ -2,33 +2,109 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
 from gateway.proxy.splice import splice
+from gateway.routing.sources import SOURCE_HEADER, pull_request
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Protocol
+
     from gateway.routing.dispatch import Plan, Ticket
 
+    class OffloadPut(Protocol):
+        """Says how much of a prompt's KV a worker may write to a lower tier."""
 
-def outbound(plan: Plan, ticket: Ticket, headers: bytes, body: bytes) -> tuple[bytes, bytes]:
-    """Return the header lines and the body as a worker gets them.
+        def __call__(
+            self, plan: Plan, body: bytes, *, also: Mapping[str, bytes] | None = None
+        ) -> dict[str, bytes]:
+            """Return members to put into ``body``; ``also`` are others for the same object."""
+
+
+# The object of a body that speaks of KV, as vLLM and the bundled runner have it.
+PARAMS = "kv_transfer_params"
+CAP = "max_offload_tokens"
+
+
+class Outbound(NamedTuple):
+    """A request as one worker gets it.
+
+    Attributes:
+        headers: Header lines, each with its end.
+        body: The body.
+        offload_tokens: Cap on offloaded tokens that the body carries; None = the gateway set none.
+    """
+
+    headers: bytes
+    body: bytes
+    offload_tokens: int | None = None
+
+
+def outbound(
+    plan: Plan,
+    ticket: Ticket,
+    headers: bytes,
+    body: bytes,
+    offload_put: OffloadPut | None = None,
+) -> Outbound:
+    """Return a request as the chosen worker gets it.
 
     Everything the gateway says or takes away goes into the body in this one splice: the engine's
-    model name, no gateway-only member. What depends on the worker is said anew for each attempt.
+    model name, where to fetch KV, how much to offload, no gateway-only member. What depends on the
+    worker is said anew for each attempt.
+
+    Args:
+        plan: The request; ``plan.inbound.body`` is the parsed ``body``.
+        ticket: Of this attempt.
+        headers: Header lines that came from the client.
+        body: The body in the form in which it was planned.
+        offload_put: Caps what is offloaded; None = nothing is capped.
     """
-    pool, inbound = plan.pool, plan.inbound
+    pool, given = plan.pool, plan.inbound.body
     put: dict[str, bytes] = {}
-    drop: tuple[str, ...] = ()
-    model = pool.aliases.get(inbound.model)
+    offload_tokens = None
+    model = pool.aliases.get(plan.inbound.model)
     if model is not None:
         put["model"] = orjson.dumps(model)
-    if "warmlane" in inbound.body:
-        drop = ("warmlane",)
+    pull = pull_request(ticket.decision, pool)
+    clients = given.get(PARAMS)
+    params = None
+    # What is no object is the worker's to refuse.
+    if pull is not None and (clients is None or isinstance(clients, dict)):
+        params = pull.params(clients)
+        if pull.header:
+            headers += f"{SOURCE_HEADER}: {pull.header}\r\n".encode()
+    if offload_put is not None:
+        put |= (said := offload_put(plan, body, also=_added(params, clients)))
+        offload_tokens = _cap(said)
+    elif params is not None:
+        put[PARAMS] = orjson.dumps(params)
+    drop = ("warmlane",) if "warmlane" in given else ()
     if put or drop:
         body = splice(body, put=put, drop=drop)
     rank = ticket.worker.rank
     if rank is not None:
         headers += b"x-data-parallel-rank: %d\r\n" % rank
-    return headers, body
+    return Outbound(headers, body, offload_tokens)
+
+
+def _added(params: Mapping[str, Any] | None, clients: Mapping[str, Any] | None) -> dict[str, bytes]:
+    """Return the members that are not the client's own, encoded."""
+    if params is None:
+        return {}
+    before = clients or {}
+    return {
+        name: orjson.dumps(value)
+        for name, value in params.items()
+        if name not in before or before[name] != value
+    }
+
+
+def _cap(said: Mapping[str, bytes]) -> int | None:
+    """Return the cap in what will be put into a body."""
+    params = said.get(PARAMS)
+    cap = None if params is None else orjson.loads(params).get(CAP)
+    return cap if isinstance(cap, int) else None

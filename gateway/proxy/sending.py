@@ -120,7 +120,7 @@ class Sending:
                         f"No worker of pool {self._plan.pool.name!r} takes requests right now."
                     )
                 ticket = dispatcher.admit(self._plan, decision)
-            _note(self._record, ticket)
+            _note(self._record, ticket, self._plan)
             try:
                 other = await self._attempt(ticket)
             except asyncio.CancelledError:
@@ -183,13 +183,14 @@ class Sending:
         upstream, limits = ticket.worker.upstream, self._proxy.limits
         if upstream is None:
             raise LookupError(f"worker {ticket.worker.id} has no connections")
-        headers, body = outbound(self._plan, ticket, self._headers, self._body)
+        out = outbound(self._plan, ticket, self._headers, self._body, self._proxy.offload_put)
+        self._record.offload_tokens = out.offload_tokens
         try:
             answer = await upstream.request(
                 "POST",
                 self._exchange.path,
-                headers,
-                body,
+                out.headers,
+                out.body,
                 first_byte_s=limits.first_byte_s,
                 total_s=limits.request_s,
             )
@@ -267,7 +268,7 @@ def _overloaded(message: str, code: str, retry_after_s: float) -> PoolUnavailabl
     return error
 
 
-def _note(record: RequestRecord, ticket: Ticket) -> None:
+def _note(record: RequestRecord, ticket: Ticket, plan: Plan) -> None:
     """Write down a decision before it is acted on."""
     decision = ticket.decision
     record.attempts += 1
@@ -276,6 +277,15 @@ def _note(record: RequestRecord, ticket: Ticket) -> None:
     record.prompt_tokens = decision.input.prompt_tokens
     record.predicted_hit_tokens = ticket.predicted_hit_tokens
     record.predicted_ttft_s = decision.ttft_s
+    record.source = decision.source
+    record.pull_tokens = decision.pull_tokens
+    if plan.route is not None:
+        record.route = plan.route.name
+    rule = plan.rule
+    if rule is not None:
+        record.shadow_worker = rule.worker
+        record.shadow_hit_tokens = rule.hit_tokens
+        record.shadow_saved_s = rule.saved_s
 
 
 def _settle(record: RequestRecord, ticket: Ticket) -> None:

@@ -58,11 +58,14 @@ def _routes(settings: Settings, pools: Sequence[Pool]) -> Routes:
         pool.deadline_s = config.admission.deadline_s
         pool.retry = Retry(config.retry.budget, config.retry.attempts)
         pool.peer_pull = config.peer_pull
-    routes = [_route(config, by_name[config.pool]) for config in settings.routes]
+    routes = [
+        _route(config, by_name[config.pool], f"routes[{i}]")
+        for i, config in enumerate(settings.routes)
+    ]
     return Routes(pools, routes, seed=settings.routing.seed or 0)
 
 
-def _route(config: RouteConfig, pool: Pool) -> Route:
+def _route(config: RouteConfig, pool: Pool, name: str) -> Route:
     match, offload = config.match, config.offload
     tokens = (match.prompt_tokens_min, match.prompt_tokens_max)
     reuse = (match.known_reuse_min, match.known_reuse_max)
@@ -76,4 +79,5 @@ def _route(config: RouteConfig, pool: Pool) -> Route:
         any(bound is not None for bound in (*tokens, *reuse)),
         None if offload is None else offload.max_offload_tokens,
         None if offload is None else offload.scope,
+        name,
     )

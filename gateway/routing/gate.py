@@ -9,6 +9,7 @@ by the first token or the end of a request that is in flight.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,10 +91,8 @@ class Gate:
         call_later: Calls something after some seconds; None = the running loop's.
 
     Attributes:
-        num_waited: Pool name -> requests that had to wait.
         num_full: Pool name -> requests refused because too many waited.
         num_timeouts: Pool name -> requests whose deadline passed.
-        waited_s: Pool name -> seconds waited by all of them together.
         lines: Pool name -> those who wait for it; only pools where somebody does.
     """
 
@@ -108,10 +107,8 @@ class Gate:
         call_later: CallLater | None = None,
     ) -> None:
         self.max_wait_s = max_wait_s
-        self.num_waited: dict[str, int] = {}
-        self.num_full: dict[str, int] = {}
-        self.num_timeouts: dict[str, int] = {}
-        self.waited_s: dict[str, float] = {}
+        self.num_full: Counter[str] = Counter()
+        self.num_timeouts: Counter[str] = Counter()
         self._choose = choose
         self._admit = admit
         self._clock = clock
@@ -151,10 +148,9 @@ class Gate:
         excess_s = _excess_s(decision, self.max_wait_s)
         line.free_at_s = now_s + excess_s
         if len(line.queue) >= pool.max_queue:
-            _count(self.num_full, pool)
+            self.num_full[pool.name] += 1
             raise GateFull(len(line.queue), excess_s)
         self.lines[pool.name] = line
-        _count(self.num_waited, pool)
         plan.queued = True
         waiting = _Waiting(plan, now_s, asyncio.get_running_loop().create_future())
         place = line.queue.add(waiting, plan.inbound.tenant, float(plan.num_tokens))
@@ -169,7 +165,6 @@ class Gate:
         finally:
             waiting.deadline.cancel()
             plan.queued_s = self._clock() - now_s
-            self.waited_s[pool.name] = self.waited_s.get(pool.name, 0.0) + plan.queued_s
 
     def changed(self, pool: Pool) -> None:
         """Look again at who waits for a pool, soon: a worker's books changed, or its health."""
@@ -229,7 +224,7 @@ class Gate:
 
     def _time_out(self, line: _Line, place: Place[_Waiting]) -> None:
         if not place.item.result.done() and line.queue.leave(place):
-            _count(self.num_timeouts, line.pool)
+            self.num_timeouts[line.pool.name] += 1
             retry_after_s = max(0.0, line.free_at_s - self._clock())
             error = GateTimeout(line.pool.deadline_s, retry_after_s)
             place.item.result.set_exception(error)
@@ -290,10 +285,6 @@ def _excess_s(decision: Decision, max_wait_s: float) -> float:
     request = decision.input
     queues = [queue_s(c, request.now_s) for c in request.candidates if c.eligible]
     return max(0.0, min(queues, default=0.0) - max_wait_s)
-
-
-def _count(counts: dict[str, int], pool: Pool) -> None:
-    counts[pool.name] = counts.get(pool.name, 0) + 1
 
 
 def _on_running_loop(delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:

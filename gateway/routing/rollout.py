@@ -6,6 +6,7 @@ so that an operator sees what it would save before it counts.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -43,31 +44,6 @@ class Rule:
     saved_s: float | None
 
 
-@dataclass(slots=True)
-class Tally:
-    """Requests of one pool by what routed them, and what the rule says of those it did not route.
-
-    Attributes:
-        num_by_cost: Routed by the rule.
-        num_by_least_load: Routed by least load.
-        num_observed: Of the latter, those for which it is known what the rule would have done.
-        num_agreed: Of those, the ones it would have sent to the same worker.
-        rule_hit_tokens: Hit tokens predicted where the rule would have sent them.
-        served_hit_tokens: Hit tokens predicted where they went.
-        rule_ttft_s: Sum of the TTFT predicted for the rule, where every speed is known.
-        served_ttft_s: Likewise where they went.
-    """
-
-    num_by_cost: int = 0
-    num_by_least_load: int = 0
-    num_observed: int = 0
-    num_agreed: int = 0
-    rule_hit_tokens: int = 0
-    served_hit_tokens: int = 0
-    rule_ttft_s: float = 0.0
-    served_ttft_s: float = 0.0
-
-
 class RollOut:
     """Which requests go by the rule; one event loop only.
 
@@ -78,13 +54,13 @@ class RollOut:
         seed: Which keys are in a share; equal in all gateways of a fleet.
 
     Attributes:
-        tallies: Pool name -> what was routed how.
+        num_routed: (pool name, policy) -> requests sent.
     """
 
     def __init__(self, mode: Mode = "cost", share: int = 100, *, seed: int = 0) -> None:
         self.mode = mode
         self.share = share
-        self.tallies: dict[str, Tally] = {}
+        self.num_routed: Counter[tuple[str, Policy]] = Counter()
         self._seed = seed
 
     @property
@@ -121,23 +97,8 @@ class RollOut:
 
     def count(self, plan: Plan, decision: Decision) -> None:
         """Count a request that was sent; once per request."""
-        tally = self.tallies.get(plan.pool.name)
-        if tally is None:
-            tally = self.tallies[plan.pool.name] = Tally()
-        if decision.input.mode != "least_load":
-            tally.num_by_cost += 1
-            return
-        tally.num_by_least_load += 1
-        rule = plan.rule
-        if rule is None:
-            return
-        tally.num_observed += 1
-        tally.num_agreed += rule.worker == decision.worker
-        tally.rule_hit_tokens += rule.hit_tokens
-        tally.served_hit_tokens += decision.hit_tokens
-        if rule.ttft_s is not None and decision.ttft_s is not None:
-            tally.rule_ttft_s += rule.ttft_s
-            tally.served_ttft_s += decision.ttft_s
+        is_least_load = decision.input.mode == "least_load"
+        self.num_routed[plan.pool.name, "least_load" if is_least_load else "cost"] += 1
 
 
 def _compared(rule: Decision, served: Decision) -> Rule | None:

@@ -33,6 +33,7 @@ class Route:
         is_by_class: Whether the prompt must be read to judge it.
         max_offload_tokens: Its cap on offloaded tokens; None = it sets none.
         offload_scope: Which stable boundary it sends; None = as the pool.
+        name: Name in records and metrics: its place in the configuration.
     """
 
     pool: Pool
@@ -44,6 +45,7 @@ class Route:
     is_by_class: bool = False
     max_offload_tokens: int | None = None
     offload_scope: str | None = None
+    name: str = ""
 
     def may_take(self, inbound: Inbound) -> bool:
         """Whether a request matches, as far as that can be said without its prompt."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.errors import HeadTooLarge, MalformedAnswer
 from gateway.proxy.encoding import Inflater
-from gateway.proxy.headers import request_id_from, to_client, to_worker
+from gateway.proxy.headers import TrustedPeers, request_id_from, to_client, to_worker
 from gateway.proxy.retry import MAX_SAVED, RetryBudget
 
 NAMES = st.sampled_from(
@@ -38,6 +38,38 @@ def test_a_workers_host_header_is_its_clients_business_and_its_framing_is_not() 
 
     assert to_client(pairs, b"") == b"Host: h\r\n"
     assert to_client([], b"") == b""
+
+
+@pytest.mark.parametrize("name", [b"X-Data-Parallel-Rank", b"x-kv-cache-source-host-port"])
+def test_what_only_the_gateway_may_say_to_a_worker_is_not_passed_on(name: bytes) -> None:
+    assert lines_of(to_worker([(name, b"1")], None, 1000)) == [b"accept-encoding: identity"]
+
+
+PEERS: list[tuple[list[str], object, str]] = [
+    (["10.0.0.0/8"], ("10.1.2.3", 5), "acme"),
+    (["10.0.0.0/8"], ("11.1.2.3", 5), ""),
+    (["10.1.2.3"], ("10.1.2.3", 5), "acme"),
+    (["10.0.0.0/8"], ("::ffff:10.1.2.3", 5, 0, 0), "acme"),
+    (["fd00::/8"], ("fd00::1", 5, 0, 0), "acme"),
+    (["fe80::/10"], ("fe80::1%eth0", 5, 0, 2), "acme"),
+    (["10.0.0.0/8", "::1"], ("::1", 5, 0, 0), "acme"),
+    (["0.0.0.0/0"], ("::1", 5, 0, 0), ""),
+    (["0.0.0.0/0"], None, ""),
+    (["0.0.0.0/0"], "/run/socket", ""),
+    (["0.0.0.0/0"], ("no address", 5), ""),
+    ([], ("127.0.0.1", 5), ""),
+]
+
+
+@pytest.mark.parametrize(("networks", "peer", "expected"), PEERS)
+def test_a_tenant_is_believed_only_from_configured_peers(
+    networks: list[str], peer: object, expected: str
+) -> None:
+    peers = TrustedPeers(networks)
+
+    assert peers.tenant({"x-tenant-id": " acme "}, peer) == expected
+    assert peers.tenant({}, peer) == peers.tenant({"x-tenant-id": " "}, peer) == ""
+    assert bool(peers) is bool(networks)
 
 
 def test_header_lines_are_bounded() -> None:
