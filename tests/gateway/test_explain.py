@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from random import Random
 from typing import Any
 
 import pytest
 
-from gateway.routing.dispatch import Inbound, Plan
+from gateway.routing.dispatch import Inbound, Outcome, Plan, Ticket
 from gateway.routing.explain import decide_again, explain_json
+from gateway.routing.others import OthersLoad
+from prefix_index.segments import Layout
 from tests.gateway.routing_parts import BLOCK, Clock, chat, dispatcher, hold, ids, make_pool
 
 FIELDS = {
@@ -158,3 +161,39 @@ async def test_the_index_age_is_that_of_the_newest_event() -> None:
     plan = await routes.plan(pool, chat("hello"))
 
     assert explain_json(plan, routes.choose(plan))["state"]["index_age_s"] == 2.0
+
+
+async def test_a_thousand_live_decisions_agree_with_what_explain_says_of_them() -> None:
+    pool, clock = make_pool(6), Clock()
+    pool.others = OthersLoad()
+    for worker in pool.workers.values():
+        worker.can_pull, worker.pull_style = True, "runner"
+        worker.capacity_tokens, worker.cpu_capacity_tokens = 60_000, 60_000
+    routes, rng = dispatcher(pool, clock), Random(4)
+    documents = ["".join(rng.choices("abcdefgh ", k=3000)) for _ in range(20)]
+    reasons, sources = set[str](), set[str]()
+    open_tickets: list[Ticket] = []
+    for _ in range(1000):
+        clock.now_s += rng.expovariate(30.0)
+        pool.others.is_connected = rng.random() < 0.8
+        text = f"{rng.choice(documents)} {rng.randrange(40)}"
+        plan = await routes.plan(pool, chat(text), in_full=True)
+        decision = routes.choose(plan)
+        explain = json.loads(json.dumps(explain_json(plan, decision, Layout([]))))
+        live = routes.admit(plan, decision)
+
+        told = explain["decision"]
+        assert (told["worker"], told["reason"]) == (live.worker.id, str(live.decision.reason))
+        assert told["hit_tokens"] == live.predicted_hit_tokens
+        assert decide_again(explain) == told
+        reasons.add(told["reason"])
+        sources.add(told["source"].partition(":")[0])
+        open_tickets.append(live)
+        if len(open_tickets) > rng.randrange(1, 40):
+            done = open_tickets.pop(rng.randrange(len(open_tickets)))
+            done.first_token()
+            assert done.worker.id in pool.workers
+            hold(pool, done.worker.id, plan.prompt)
+            done.finish(Outcome.OK)
+    assert len(reasons) >= 4, reasons
+    assert sources == {"own", "recompute", "peer"}
