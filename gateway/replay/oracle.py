@@ -89,7 +89,7 @@ class OracleRouter(PeerRouter):
 
     def _hits(self, request: Request, gateway: int, now_s: float) -> dict[str, Hit]:
         hit = Hit(gpu=self._pooled_tokens)
-        return dict.fromkeys(self._books[gateway], hit)
+        return dict.fromkeys(self.books[gateway], hit)
 
     def _least_ttft(self, view: View) -> list[int]:
         """Wait, own prefill, shared decode steps, and the wait for memory that is not there."""

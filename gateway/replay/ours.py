@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from gateway.routing.cost import Estimate
 
 MODEL = "replay"
+# A rate (tokens/s) at which no pull is worth while.
+OUT_OF_REACH = 1.0
 # The letters of the design -> the terms of an estimate.
 TERMS = {
     "W": "queue_s",
@@ -66,6 +68,10 @@ class OursRouter:
         learns: Whether the cost constants are learned from what is seen, starting from the true
             ones; else they are known.
         can_pull: Whether workers can fetch KV from each other or the store.
+        peers_reach: Whether they can fetch it from each other.
+
+    Attributes:
+        pools: The pool of each gateway.
     """
 
     wants_events = True
@@ -79,18 +85,20 @@ class OursRouter:
         without: str = "",
         learns: bool = False,
         can_pull: bool = False,
+        peers_reach: bool = True,
     ) -> None:
         self._fleet = fleet
         self._hub = hub
         self._without = without
         self._learns = learns
         self._can_pull = can_pull
+        self._peers_reach = peers_reach
         self._now_s = 0.0
-        self._pools = [self._pool(gateway) for gateway in range(len(hub.views))]
+        self.pools = [self._pool(gateway) for gateway in range(len(hub.views))]
         rng = Random(seed)
         self._dispatchers = [
             Dispatcher([pool], clock=self._clock, seed=rng.randrange(1 << 30))
-            for pool in self._pools
+            for pool in self.pools
         ]
         for worker in fleet.routable:
             self.up(worker, 0.0)
@@ -100,7 +108,7 @@ class OursRouter:
         self._now_s = now_s
         self._fleet.events.sync(now_s)
         dispatcher = self._dispatchers[gateway]
-        plan = self._plan(self._pools[gateway], request)
+        plan = self._plan(self.pools[gateway], request)
         decision = dispatcher.choose(plan)
         if self._without:
             decision = without_term(decision, self._without)
@@ -140,7 +148,7 @@ class OursRouter:
 
     def down(self, worker: int, now_s: float) -> None:
         """Take a worker out, as failed health checks do."""
-        for pool in self._pools:
+        for pool in self.pools:
             known = pool.workers[worker_id(worker)]
             known.health.ready = False
             pool.forget(known)
@@ -148,7 +156,7 @@ class OursRouter:
     def up(self, worker: int, now_s: float) -> None:
         """Add a worker, or let a known one back in."""
         name, model = worker_id(worker), self._fleet.model
-        for pool in self._pools:
+        for pool in self.pools:
             known = pool.workers.get(name)
             if known is not None:
                 known.health.succeeded(now_s)
@@ -167,15 +175,25 @@ class OursRouter:
                 )
             )
 
+        if not self._peers_reach:
+            self._forbid_peers()
+
     def draining(self, worker: int, now_s: float) -> None:
         """Drain a worker."""
-        for pool in self._pools:
+        for pool in self.pools:
             pool.drain(worker_id(worker))
 
     def share(self, gateway: int, now_s: float) -> None:
         """Tell the other gateways."""
-        books = {name: worker.books for name, worker in self._pools[gateway].workers.items()}
+        books = {name: worker.books for name, worker in self.pools[gateway].workers.items()}
         self._hub.say(gateway, books, now_s)
+
+    def _forbid_peers(self) -> None:
+        """Have all workers know that nothing comes from another worker."""
+        rates = {worker_id(w): OUT_OF_REACH for w in range(len(self._fleet.engines))}
+        for pool in self.pools:
+            for worker in pool.workers.values():
+                worker.learner.pull_rates = worker.learner.pull_rates | rates
 
     def _clock(self) -> float:
         return self._now_s

@@ -111,6 +111,9 @@ class PeerRouter:
         rng: Draws ties.
         sees: Where matched prefixes come from: ``events``, the gateway's own ``history``, or none.
         books_blocks: Whether the rule reads which blocks are active.
+
+    Attributes:
+        books: The books of each gateway by worker name.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class PeerRouter:
         self._rng = rng
         self._books_blocks = books_blocks
         num_gateways = len(hub.views)
-        self._books: list[dict[str, Books]] = [{} for _ in range(num_gateways)]
+        self.books: list[dict[str, Books]] = [{} for _ in range(num_gateways)]
         self._histories = [
             History(fleet.model.block_tokens)
             for _ in range(num_gateways if sees == "history" else 0)
@@ -141,7 +144,7 @@ class PeerRouter:
     def route(self, request: Request, gateway: int, now_s: float) -> Placement:
         """Choose by the rule and book the request."""
         fleet = self._fleet
-        books = self._books[gateway]
+        books = self.books[gateway]
         hits = self._hits(request, gateway, now_s)
         view = View(fleet, request, books, self._hub.views[gateway], hits, self._rng)
         tied = self._rule(view)
@@ -198,7 +201,7 @@ class PeerRouter:
 
     def up(self, worker: int, now_s: float) -> None:
         """Open books for a new worker."""
-        for books in self._books:
+        for books in self.books:
             books.setdefault(worker_id(worker), Books(self._fleet.model.block_tokens))
 
     def draining(self, worker: int, now_s: float) -> None:
@@ -206,7 +209,7 @@ class PeerRouter:
 
     def share(self, gateway: int, now_s: float) -> None:
         """Tell the others."""
-        self._hub.say(gateway, self._books[gateway], now_s)
+        self._hub.say(gateway, self.books[gateway], now_s)
 
     def _entry(self, placement: Placement) -> _Token:
         assert isinstance(placement.token, _Token)

@@ -102,6 +102,7 @@ def make_router(
     *,
     seed: int = 0,
     can_pull: bool = False,
+    peers_reach: bool = True,
 ) -> Router:
     """Make the router of a policy.
 
@@ -112,6 +113,7 @@ def make_router(
         requests: The trace, for rules that depend on it.
         seed: For ties and draws.
         can_pull: Whether workers can fetch KV from elsewhere; ours alone asks for it.
+        peers_reach: Whether they can fetch it from each other.
 
     Raises:
         PolicyError: If it does not exist.
@@ -125,6 +127,7 @@ def make_router(
             without=name.removeprefix("ours").removeprefix("-"),
             learns=bool(settings["learn"]),
             can_pull=can_pull,
+            peers_reach=peers_reach,
         )
     rng = Random(seed)
     if name in ORACLES:

@@ -97,7 +97,15 @@ def play(
         store=store,
     )
     can_pull = bool(setup.peer_bytes_per_s or store)
-    router = make_router(policy, fleet, hub, trace.requests, seed=load.seed, can_pull=can_pull)
+    router = make_router(
+        policy,
+        fleet,
+        hub,
+        trace.requests,
+        seed=load.seed,
+        can_pull=can_pull,
+        peers_reach=bool(setup.peer_bytes_per_s),
+    )
     simulation = Simulation(trace.requests, fleet, router, load, links=links, progress=progress)
     return simulation.run(), links
 
