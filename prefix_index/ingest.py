@@ -141,6 +141,10 @@ class WorkerFeed:
         self.block_size = 0
         self._tell()
 
+    def names(self) -> list[tuple[EngineHash, BlockHash]]:
+        """Return the engine's names of the worker's blocks, with our own."""
+        return list(self._names.items())
+
     def adopt(self, engine_hash: EngineHash, block: BlockHash) -> bool:
         """Learn the name of a block that is in the index already; False without room for it."""
         return self._names.add([engine_hash], [block])

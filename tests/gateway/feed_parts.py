@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,12 +90,13 @@ class Telling:
     answers: dict[str, Any] = field(default_factory=dict)
     metrics: str = ""
     asked: list[str] = field(default_factory=list)
-    on_post: Callable[[str], web.Response] | None = None
+    on_post: Callable[[str], web.Response | Awaitable[web.Response]] | None = None
 
     async def handle(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
         if request.method == "POST" and self.on_post is not None:
-            return self.on_post(request.path)
+            answer = self.on_post(request.path)
+            return await answer if isinstance(answer, Awaitable) else answer
         if request.path == "/health":
             return web.Response()
         if request.path == "/metrics":
