@@ -289,14 +289,10 @@ class Ticket:
             pool.index.shorten(self.worker.id, self._plan.hashes or (), num_blocks)
 
     def _learn_prefill(self, now_s: float, usage: Usage) -> None:
-        prompt = self._plan.prompt
-        if prompt is None or not self._is_first_attempt or not self._found_idle():
+        prompt, cached = self._plan.prompt, usage.cached_tokens
+        if prompt is None or not self._is_telling(usage) or not self._found_idle():
             return
-        cached = usage.cached_tokens
-        predicted = self.predicted_hit_tokens
-        if cached is None and predicted:
-            return
-        if cached is not None and abs(cached - predicted) > self._plan.pool.block_size:
+        if cached is None and self.predicted_hit_tokens:
             return
         ttft_s = self.ttft_s
         if ttft_s is None and not self._is_stream and (usage.completion_tokens or 2) <= 1:
@@ -313,10 +309,17 @@ class Ticket:
             )
 
     def _found_idle(self) -> bool:
-        """Whether neither this gateway nor another had anything queued there, nor this request."""
+        """Whether neither this gateway nor another had anything queued there."""
         seen = self.decision.input.candidates[self.decision.position]
-        is_idle = self._charge.found_idle and not seen.queued_tokens and seen.in_flight <= 2
-        return is_idle and not self._plan.queued
+        return self._charge.found_idle and not seen.queued_tokens and seen.in_flight <= 2
+
+    def _is_telling(self, usage: Usage) -> bool:
+        """Whether times are worth learning from: no retry, no wait in the gateway, no surprise."""
+        if not self._is_first_attempt or self._plan.queued:
+            return False
+        cached = usage.cached_tokens
+        surprise = 0 if cached is None else abs(cached - self.predicted_hit_tokens)
+        return surprise <= self._plan.pool.block_size
 
     def _learn_transfer(self, ttft_s: float) -> None:
         """Learn from a TTFT that was partly a restore or a pull."""
@@ -346,7 +349,7 @@ class Ticket:
         if usage.completion_tokens is None:
             return
         self._plan.pool.output_length.observe(usage.completion_tokens)
-        if not self._is_stream or self._first_token_s is None:
+        if not self._is_stream or self._first_token_s is None or not self._is_telling(usage):
             return
         books = self.worker.books
         context, running, prefilled_s = self._decode_start

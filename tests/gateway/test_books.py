@@ -171,3 +171,23 @@ def test_only_a_request_that_meets_no_queue_and_few_decodes_found_the_worker_idl
         books.finish(charge)
     books.charge(1.0, prompt_tokens=8, uncached_tokens=8)
     assert not books.charge(1.0, prompt_tokens=8, uncached_tokens=8).found_idle
+
+
+def test_pulls_queue_behind_each_other_on_both_links() -> None:
+    target, source = Books(BLOCK), Books(BLOCK)
+    for _ in range(2):
+        target.charge(10.0, prompt_tokens=10, uncached_tokens=1, pull_s=2.0)
+        source.hand_over(10.0, 2.0)
+    assert (target.load.in_busy_until_s, source.out_busy_until_s) == (14.0, 14.0)
+    target.charge(100.0, prompt_tokens=10, uncached_tokens=1, pull_s=1.0)
+
+    assert target.load.in_busy_until_s == 101.0
+    assert (target.out_busy_until_s, source.load.in_busy_until_s) == (0.0, 0.0)
+
+
+def test_another_block_size_counts_at_once() -> None:
+    books = Books(4)
+    books.charge(0.0, prompt_tokens=40, uncached_tokens=40, hashes=chain([0] * 40))
+    books.block_size = 8
+
+    assert books.active_tokens == 80 + OUTPUT_ALLOWANCE_TOKENS

@@ -480,14 +480,35 @@ async def test_an_answer_in_one_piece_has_no_ttft_but_ends_its_prefill() -> None
     assert is_idle(pool)
 
 
+@pytest.mark.parametrize("why", ["retried", "queued", "mispredicted", "honest"])
+async def test_times_of_disturbed_requests_teach_neither_prefill_nor_decode(why: str) -> None:
+    pool, clock = make_pool(1), Clock()
+    routes = dispatcher(pool, clock)
+    learner = pool.workers["w0"].learner
+    before = learner.model
+    plan = await routes.plan(pool, chat("hello " * 100))
+    plan.attempts = int(why == "retried")
+    plan.queued = why == "queued"
+    ticket = admit(routes, plan)
+    clock.now_s += 9.0
+    ticket.first_token()
+    clock.now_s += 9.0
+    cached = 320 if why == "mispredicted" else 0
+    ticket.finish(Outcome.OK, Usage(plan.num_tokens, 100, cached))
+    assert (learner.model == before) == (why != "honest")
+    if learner.model is not None and before is not None and why == "honest":
+        assert learner.model.token_s > before.token_s
+        assert learner.model.step_s > before.step_s
+
+
 async def test_a_long_decode_teaches_the_step_and_the_mean_length() -> None:
     pool, clock = make_pool(1), Clock()
     routes = dispatcher(pool, clock)
     worker = pool.workers["w0"]
     before = worker.learner.model
     assert before is not None
-    plan = await routes.plan(pool, chat("hello " * 50))
     for _ in range(30):
+        plan = await routes.plan(pool, chat("hello " * 50))
         ticket = admit(routes, plan)
         ticket.first_token()
         clock.now_s += 99 * 2 * before.step_s
