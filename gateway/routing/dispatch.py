@@ -91,6 +91,7 @@ class Dispatcher:
             self.choose,
             self.admit,
             clock=clock,
+            rollout=self.rollout,
             max_wait_s=max_wait_s,
             standings=standings,
             call_later=call_later,

@@ -13,25 +13,28 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gateway.routing.cost import MEMORY_FILL, OUTPUT_ALLOWANCE_TOKENS, queue_s
+from gateway.routing.busy import excess_s, is_busy, least_queue_s
 from gateway.routing.fair import FairQueue, Place, Standing
 from gateway.routing.outcome import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from gateway.routing.choose import Candidate, Decision
+    from gateway.routing.choose import Decision
     from gateway.routing.plan import Plan
     from gateway.routing.pool import Pool
+    from gateway.routing.rollout import RollOut
     from gateway.routing.ticket import Ticket
 
     CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 
-__all__ = ["Gate", "GateFull", "GateTimeout", "Standing", "is_busy"]
+__all__ = ["Gate", "GateFull", "GateTimeout", "Standing"]
 
 # Looked at, from the next one on, when a worker's books change: one that needs more memory than is
 # free, or an adapter that is busy, does not hold up those behind it.
 MAX_LOOKED_AT = 4
+# Admitted in one turn of the loop: a millisecond or two of choosing.
+MAX_ADMITTED = 32
 # Share of its deadline after which nobody passes the next one any more.
 PATIENCE_SHARE = 0.5
 # Least time until a worker's queue is looked at again without any news of it: the period in which
@@ -86,6 +89,7 @@ class Gate:
         choose: Chooses a worker for a plan as things stand.
         admit: Charges the chosen worker.
         clock: Monotonic seconds.
+        rollout: Tells whether all requests are the rule's, and so may have to wait.
         max_wait_s: Queue (seconds of work) above which a worker has enough to do.
         standings: Tenant -> its rights.
         call_later: Calls something after some seconds; None = the running loop's.
@@ -102,6 +106,7 @@ class Gate:
         admit: Callable[[Plan, Decision], Ticket],
         *,
         clock: Callable[[], float],
+        rollout: RollOut,
         max_wait_s: float,
         standings: Mapping[str, Standing] | None = None,
         call_later: CallLater | None = None,
@@ -112,6 +117,7 @@ class Gate:
         self._choose = choose
         self._admit = admit
         self._clock = clock
+        self._rollout = rollout
         self._standings = standings or {}
         self._call_later = call_later or _on_running_loop
         self.lines: dict[str, _Line] = {}
@@ -145,18 +151,20 @@ class Gate:
         """
         pool, now_s = plan.pool, self._clock()
         line = self.lines.get(pool.name) or _Line(pool, self._standings)
-        excess_s = _excess_s(decision, self.max_wait_s)
-        line.free_at_s = now_s + excess_s
+        until_free_s = excess_s(decision, self.max_wait_s)
         if len(line.queue) >= pool.max_queue:
             self.num_full[pool.name] += 1
-            raise GateFull(len(line.queue), excess_s)
+            raise GateFull(len(line.queue), until_free_s)
         self.lines[pool.name] = line
         plan.queued = True
         waiting = _Waiting(plan, now_s, asyncio.get_running_loop().create_future())
         place = line.queue.add(waiting, plan.inbound.tenant, float(plan.num_tokens))
         waiting.deadline = self._call_later(pool.deadline_s, lambda: self._time_out(line, place))
         # Whoever comes while others wait may still be the one that a worker is free for.
-        self._look(line) if len(line.queue) > 1 else self._recheck(line, excess_s)
+        if len(line.queue) > 1:
+            self._look(line)
+        else:
+            self._recheck(line, now_s, until_free_s)
         try:
             return await waiting.result
         except asyncio.CancelledError:
@@ -181,10 +189,24 @@ class Gate:
     def _serve(self, line: _Line) -> None:
         """Admit all that a worker is free for."""
         line.is_due = False
-        while self._serve_next(line):
-            pass
+        if self._rollout.is_complete and not self._may_be_free(line):
+            return
+        for _ in range(MAX_ADMITTED):
+            if not self._serve_next(line):
+                break
+        else:
+            self._look(line)
         if not len(line.queue):
             self._close(line)
+
+    def _may_be_free(self, line: _Line) -> bool:
+        """Whether it is worth choosing."""
+        now_s, workers = self._clock(), line.pool.workers.values()
+        queue_s = least_queue_s(workers, now_s, self.max_wait_s)
+        if queue_s is None:
+            return True
+        self._recheck(line, now_s, max(0.0, queue_s - self.max_wait_s))
+        return False
 
     def _serve_next(self, line: _Line) -> bool:
         """Serve one; False if no worker is free for those who are next."""
@@ -201,21 +223,21 @@ class Gate:
                 waiting.result.set_result(None)
                 return True
             if not is_busy(decision, self.max_wait_s):
+                ticket = self._admit(plan, decision)
                 line.queue.serve(place)
-                waiting.result.set_result(self._admit(plan, decision))
+                waiting.result.set_result(ticket)
                 return True
             first = first or decision
             is_impatient = now_s - waiting.since_s > PATIENCE_SHARE * plan.pool.deadline_s
             if number + 1 >= MAX_LOOKED_AT or is_impatient:
                 break
         if first is not None:
-            excess_s = _excess_s(first, self.max_wait_s)
-            line.free_at_s = now_s + excess_s
-            self._recheck(line, excess_s)
+            self._recheck(line, now_s, excess_s(first, self.max_wait_s))
         return False
 
-    def _recheck(self, line: _Line, delay_s: float) -> None:
+    def _recheck(self, line: _Line, now_s: float, delay_s: float) -> None:
         """Look again when the queues will have shrunk, or others will have told of theirs."""
+        line.free_at_s = now_s + delay_s
         if line.recheck is not None:
             line.recheck.cancel()
         if line.pool.others is not None:
@@ -252,39 +274,6 @@ class Gate:
             line.recheck = None
         if self.lines.get(line.pool.name) is line:
             del self.lines[line.pool.name]
-
-
-def is_busy(decision: Decision, max_wait_s: float) -> bool:
-    """Whether every worker that may be chosen has enough to do, and none of them is idle.
-
-    Args:
-        decision: With at least one that may be chosen. By least load nobody waits.
-        max_wait_s: Queue above which a worker has enough to do.
-    """
-    request = decision.input
-    if request.mode == "least_load":
-        return False
-    candidates, now_s = request.candidates, request.now_s
-    # Nearly always the chosen one is free, and nothing else has to be looked at.
-    if not _has_enough(candidates[decision.position], now_s, max_wait_s):
-        return False
-    return all(_has_enough(c, now_s, max_wait_s) for c in candidates if c.eligible)
-
-
-def _has_enough(c: Candidate, now_s: float, max_wait_s: float) -> bool:
-    if not c.in_flight:
-        return False
-    if c.queued_s > max_wait_s and queue_s(c, now_s) > max_wait_s:
-        return True
-    demand = c.active_tokens + c.new_tokens + OUTPUT_ALLOWANCE_TOKENS
-    return c.capacity_tokens > 0 and demand > MEMORY_FILL * c.capacity_tokens
-
-
-def _excess_s(decision: Decision, max_wait_s: float) -> float:
-    """Return in how many seconds the shortest queue will be short enough, as predicted."""
-    request = decision.input
-    queues = [queue_s(c, request.now_s) for c in request.candidates if c.eligible]
-    return max(0.0, min(queues, default=0.0) - max_wait_s)
 
 
 def _on_running_loop(delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:

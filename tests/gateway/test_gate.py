@@ -6,7 +6,16 @@ import asyncio
 
 import pytest
 
-from gateway.routing.dispatch import GateFull, GateTimeout, Outcome, Ticket, Usage
+from gateway.routing.dispatch import (
+    Decision,
+    GateFull,
+    GateTimeout,
+    Outcome,
+    Plan,
+    Ticket,
+    Usage,
+)
+from gateway.routing.gate import MAX_ADMITTED
 from gateway.routing.others import OthersLoad
 from tests.gateway.gate_parts import SLOW, Waiters, settled
 from tests.gateway.routing_parts import is_idle, make_pool
@@ -99,6 +108,29 @@ async def test_a_queue_that_shrinks_with_time_lets_a_request_go_without_an_event
 
     await settled(w.timers, 0.2)
     assert task.done()
+
+
+async def test_while_every_worker_is_busy_nothing_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    w = Waiters(2)
+    tickets = [await w.send(9000), await w.send(9000), await w.send(100)]
+    await w.wait()
+    num_chosen = 0
+    choose = w.routes.gate._choose
+
+    def counted(plan: Plan) -> Decision:
+        nonlocal num_chosen
+        num_chosen += 1
+        return choose(plan)
+
+    monkeypatch.setattr(w.routes.gate, "_choose", counted)
+    tickets[2].finish(Outcome.OK)
+    await settled(w.timers)
+    assert num_chosen == 0
+    tickets[0].finish(Outcome.OK)
+    await settled(w.timers)
+    assert num_chosen > 0
 
 
 async def test_load_of_other_gateways_makes_requests_wait_and_go_when_it_is_gone() -> None:
@@ -300,6 +332,45 @@ async def test_many_who_wait_are_all_served_as_workers_get_free() -> None:
         ticket.finish(Outcome.OK)
     assert is_idle(w.pool)
     assert w.timers.num_set == 0
+
+
+@pytest.mark.parametrize("cause", ["drained", "removed"])
+async def test_those_who_wait_for_a_worker_that_is_taken_out_do_not_wait_for_its_last_request(
+    cause: str,
+) -> None:
+    w = Waiters(1)
+    first = await w.send(3000)
+    task = await w.wait()
+    if cause == "drained":
+        w.pool.drain("w0")
+    else:
+        w.pool.remove("w0")
+    w.routes.gate.changed(w.pool)
+    await settled(w.timers)
+
+    assert task.result() is None
+    first.finish(Outcome.OK)
+
+
+async def test_a_crowd_is_let_go_in_turns_that_leave_time_for_others() -> None:
+    w = Waiters(1)
+    first = await w.send(300)
+    tasks = [await w.wait(16) for _ in range(3 * MAX_ADMITTED)]
+    w.routes.rollout.mode = "least_load"
+    first.first_token()
+    num_done = []
+    while not all(task.done() for task in tasks):
+        w.timers.waiting, due = [], w.timers.waiting
+        for timer in due:
+            if timer.due_s <= w.clock.now_s and not timer.is_cancelled:
+                timer.call()
+            else:
+                w.timers.waiting.append(timer)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        num_done.append(sum(task.done() for task in tasks))
+
+    assert num_done == [MAX_ADMITTED, 2 * MAX_ADMITTED, 3 * MAX_ADMITTED]
 
 
 async def test_by_least_load_nobody_waits_and_those_who_do_are_let_go() -> None:
