@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 # The search for the capacity ends when the bounds are this close.
 CAPACITY_PRECISION = 1.02
 # Loads outside of this range of the first one are not searched.
-MAX_CAPACITY_FACTOR = 64.0
+MAX_CAPACITY_FACTOR = 16.0
+# The search goes up or down by this much until the objective is met on one side only.
+CAPACITY_STEP = 1.5
 # Share of requests that must meet the objective for a load to count as carried.
 CAPACITY_GOODPUT = 0.9
 
@@ -131,12 +133,12 @@ def capacity(trace: Trace, policy: str, setup: Setup) -> float | None:
     start = setup.load.scale
     low = high = start
     if is_carried(start):
-        while is_carried(high := high * 1.25):
+        while is_carried(high := high * CAPACITY_STEP):
             low = high
             if high > start * MAX_CAPACITY_FACTOR:
                 return low
     else:
-        while not is_carried(low := low / 1.25):
+        while not is_carried(low := low / CAPACITY_STEP):
             high = low
             if low < start / MAX_CAPACITY_FACTOR:
                 return None
