@@ -42,6 +42,7 @@ async def load(link: Link, state_key: str, view: View, shared: Shared, index: In
         SharedValueError: If the state cannot be read.
         LINK_ERRORS: If Redis does not answer.
     """
+    view.source.set_silent(shared.head.is_silent)
     stale = await _known(index, view.worker)
     cursor, is_first = 0, True
     while cursor or is_first:

@@ -250,8 +250,17 @@ class PoolReplica:
         elif shared.id == view.applied and not (view.needs_load or view.is_loading):
             view.current_s = asked_s
             view.behind_at = None
+            self._check_view(view, shared)
         elif shared.id:
             self._catch_up(view, shared)
+
+    def _check_view(self, view: View, shared: Shared) -> None:
+        """Load again what somebody in this process dropped from the view, thinking it void."""
+        num_blocks = sum(self._index.blocks_by_tier(view.worker).values())
+        has_room = self._index.num_blocks + shared.num_blocks < self._index.max_blocks
+        is_due = self._clock() - view.loaded_s >= _HEAL_EVERY_S
+        if has_room and is_due and num_blocks < shared.num_blocks / 2:
+            view.needs_load = True
 
     def _catch_up(self, view: View, shared: Shared) -> None:
         """Load what the stream will not bring: it is trimmed, or gone."""
@@ -294,6 +303,7 @@ class PoolReplica:
             if not view.needs_load or view.role != "tail":
                 continue
             view.start_loading()
+            view.loaded_s = self._clock()
             try:
                 is_done = await self._load_one(view)
             except (SharedValueError, ResponseError):

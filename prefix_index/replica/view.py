@@ -71,6 +71,7 @@ class View:
         self.is_unsure = False
         # What is in Redis or here cannot be continued from.
         self.is_broken = False
+        self.loaded_s = float("-inf")
         # Where the stream stood when the view was last found to be behind.
         self.behind_at: bytes | None = None
         self._index = index
@@ -172,6 +173,7 @@ class View:
         if not entry.head.is_reset and entry.last != self.applied:
             self.needs_load = True
             return
+        self.source.set_silent(entry.head.is_silent)
         if entry.head.is_reset:
             self.source.clear()
         try:
@@ -182,4 +184,3 @@ class View:
             raise
         self.applied = entry.id
         self.head = entry.head
-        self.source.set_silent(entry.head.is_silent)
