@@ -96,8 +96,7 @@ class Blocks:
 
     def key(self, slot: int) -> BlockHash:
         """Return the hash that has this slot."""
-        at = slot << _KEY_SHIFT
-        return bytes(self._keys[at : at + HASH_BYTES])
+        return bytes(self._keys[slot << _KEY_SHIFT : (slot + 1) << _KEY_SHIFT])
 
     def chain(
         self, hashes: Sequence[BlockHash], parent: BlockHash, stamp: int
@@ -114,14 +113,19 @@ class Blocks:
             under another parent stays there.
 
         Raises:
-            ValueError: If a new block's hash does not have 16 bytes.
+            ValueError: If a hash does not have 16 bytes; nothing is changed then.
         """
+        lengths = {*map(len, hashes), len(parent)}
+        if lengths != {HASH_BYTES}:
+            raise ValueError(f"a block hash has {HASH_BYTES} bytes, not {sorted(lengths)}")
         above = self.find(parent) or self._add_parent(parent)
-        # The inner loop of ingest: ``find``, ``_add`` and ``_link`` written out.
+        # The inner loop of ingest: ``find``, ``_add_parent`` and ``_link`` written out.
         tags, chain, heads, stamps = self._tags, self._chain, self._heads, self.stamp
-        parents, children, joined = self.parent, self.child, self.joined
-        is_key, wide, num_heads = self._keys.startswith, self._wide, len(heads)
+        parents, children, joined, keys = self.parent, self.child, self.joined, self._keys
+        is_key, wide, num_heads = keys.startswith, self._wide, len(heads)
         root = above if self.state[above] == ROOT else 0
+        free = self._free
+        num_new = 0
         slots = []
         is_chain = True
         for block in hashes:
@@ -133,7 +137,10 @@ class Blocks:
             while slot and (tags[slot] != tag or not is_key(block, slot << _KEY_SHIFT)):
                 slot = chain[slot]
             if not slot:
-                slot = self._take(block)
+                slot = free or self._grow()
+                free = chain[slot]
+                keys[slot << _KEY_SHIFT : (slot + 1) << _KEY_SHIFT] = block
+                num_new += 1
                 tags[slot] = tag
                 chain[slot] = heads[bucket]
                 heads[bucket] = slot
@@ -151,6 +158,8 @@ class Blocks:
             stamps[slot] = stamp
             slots.append(slot)
             above = slot
+        self._free = free
+        self._num_used += num_new
         self._widen()
         return slots, is_chain
 
@@ -213,26 +222,16 @@ class Blocks:
             self._drop(slot)
 
     def _add_parent(self, block: BlockHash) -> int:
-        slot = self._take(block)
+        slot = self._free or self._grow()
+        self._free = self._chain[slot]
+        self._keys[slot << _KEY_SHIFT : (slot + 1) << _KEY_SHIFT] = block
+        self._num_used += 1
         tag = self._tags[slot] = hash(block) & _TAG_MASK
         bucket = self._bucket(tag)
         self._chain[slot] = self._heads[bucket]
         self._heads[bucket] = slot
         if is_root(block):
             self.state[slot] = ROOT
-        return slot
-
-    def _take(self, block: BlockHash) -> int:
-        """Take a free slot for a block."""
-        if len(block) != HASH_BYTES:
-            raise ValueError(f"a block hash has {HASH_BYTES} bytes, not {len(block)}")
-        slot = self._free
-        if not slot:
-            slot = self._grow()
-        self._free = self._chain[slot]
-        at = slot << _KEY_SHIFT
-        self._keys[at : at + HASH_BYTES] = block
-        self._num_used += 1
         return slot
 
     def _drop(self, slot: int) -> None:

@@ -235,8 +235,11 @@ def test_what_cannot_be_an_entry_is_refused_and_changes_nothing(
 
 
 def test_a_hash_of_another_length_is_refused_by_a_store() -> None:
-    with pytest.raises(ValueError, match="16 bytes, not 3"):
-        Index(BLOCK_SIZE).store("w", [b"abc"], ROOTS[0])
+    index = Index(BLOCK_SIZE)
+    with pytest.raises(ValueError, match=r"16 bytes, not \[3, 16\]"):
+        index.store("w", [*chain(1), b"abc"], ROOTS[0])
+
+    assert index.num_blocks == len(index._view.blocks) == 0
 
 
 @pytest.mark.parametrize("sweeps", [0, 1, 100])
