@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from prefix_index.anchors import TEXT_BLOCK_BYTES, text_chain
@@ -33,6 +33,7 @@ class Prompt:
     block_size: int
     root: BlockHash
     pieces: list[array[int]]
+    _chains: dict[int, list[BlockHash]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_ids(cls, token_ids: Sequence[int], block_size: int, root: BlockHash) -> Prompt:
@@ -47,6 +48,21 @@ class Prompt:
         for piece in self.pieces:
             ids += piece
         return ids
+
+    def hashes_at(self, block_size: int) -> list[BlockHash]:
+        """Return the chain of this prompt in blocks of another size, for workers that have it.
+
+        O(num_tokens) at first, remembered per size; the caller does not change it.
+
+        Raises:
+            ValueError: If ``block_size`` is not positive.
+        """
+        if block_size == self.block_size:
+            return self.block_hashes
+        chain = self._chains.get(block_size)
+        if chain is None:
+            chain = self._chains[block_size] = hash_blocks(self.token_ids, block_size, self.root)
+        return chain
 
     @property
     def segment_ends(self) -> list[int]:
