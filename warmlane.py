@@ -14,6 +14,7 @@ OWNERS = {
     "explain": "gateway",
     "doctor": "gateway",
     "workers": "gateway",
+    "replay": "gateway",
     "config": "gateway",
     "runner": "runner",
 }
@@ -29,6 +30,7 @@ USAGE = """usage: warmlane COMMAND [OPTIONS]
   explain    say where a request would go, and why
   doctor     say what costs prefix hits, and what to do about it
   workers    list the workers of a running gateway
+  replay     play a trace or a decision log on a simulated fleet, and compare policies
   config     check, show or describe the configuration
 
 `warmlane COMMAND --help` tells more.

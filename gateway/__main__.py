@@ -1,4 +1,4 @@
-"""The gateway's commands: ``serve``, ``demo``, ``explain``, ``doctor``, ``workers``, ``config``.
+"""The gateway's commands, from ``serve`` to ``config``.
 
 Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 failed, 2 usage, 3 partial,
 130 interrupted. Heavy imports stand inside the commands that need them: ``--help`` is quick.
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.settings import ConfigError, Location, load
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gateway.settings import Location
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 config_app = typer.Typer(no_args_is_help=True, help="Check, show or describe the configuration.")
@@ -62,10 +66,13 @@ def serve(
         flags[("pools",)] = [_pool_from_flags(worker, model, tokenizer, engine)]
     elif worker or model or tokenizer or engine:
         raise typer.BadParameter("--worker, --model, --tokenizer and --engine go without --config")
-    settings, _ = load(config, flags=flags)
-    from gateway.serve import serve_forever
+    with _config_errors():
+        from gateway.serve import serve_forever
+        from gateway.settings import load
 
-    raise typer.Exit(serve_forever(settings))
+        settings, _ = load(config, flags=flags)
+        code = serve_forever(settings)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -109,7 +116,8 @@ def doctor(
 
     Exits with 0 if there is nothing to mend, 3 if there is, 1 if the gateway does not answer.
     """
-    from gateway.doctor import ask, table
+    from gateway.doctor import ask
+    from gateway.doctor_table import table
 
     diagnosis = ask(gateway, token)
     print(json.dumps(diagnosis.to_json(), indent=2) if as_json else table(diagnosis))
@@ -123,16 +131,34 @@ def workers_list(
     token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List workers with their mode, health, load and blocks per tier."""
+    """List workers with their mode, health, load, event lag and gaps, and blocks per tier."""
     from gateway.client import get_json, workers_table
 
     answer = get_json(gateway, "/admin/v1/workers", token)
     print(json.dumps(answer, indent=2) if as_json else workers_table(answer["workers"]))
 
 
+@workers_app.command("drain")
+def workers_drain(
+    worker: Annotated[str, typer.Argument(help="Id of the worker, as `workers list` shows it.")],
+    gateway: GatewayOption = DEFAULT_GATEWAY,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Send a worker no new requests; those that run there go on."""
+    from urllib.parse import quote
+
+    from gateway.client import post_json, workers_table
+
+    path = f"/admin/v1/workers/{quote(worker, safe='')}/drain"
+    row = post_json(gateway, path, {}, token)
+    print(json.dumps(row, indent=2) if as_json else workers_table([row]))
+
+
 @config_app.command("check")
 def config_check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Say whether the configuration can be used; errors name file and line."""
+    from gateway.settings import ConfigError, load
     from gateway.unsupported import unsupported
 
     errors: list[str] = []
@@ -155,10 +181,11 @@ def config_check(config: ConfigOption = None, as_json: JsonOption = False) -> No
 @config_app.command("show")
 def config_show(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Print every value that holds, and where it comes from."""
-    from gateway.settings import describe
+    with _config_errors():
+        from gateway.settings import describe, load
 
-    settings, layered = load(config)
-    rows = describe(settings, layered)
+        settings, layered = load(config)
+        rows = describe(settings, layered)
     if as_json:
         print(json.dumps([dict(zip(("key", "value", "source"), r, strict=True)) for r in rows]))
     else:
@@ -176,14 +203,35 @@ def config_schema() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; what went wrong is said on stderr."""
+    args = sys.argv[1:] if argv is None else argv
+    if args[:1] in ([], ["--help"], ["replay"]):
+        # Its options are its own, and reading them costs every other command a tenth of a second.
+        from gateway.replay.command import replay
+
+        app.command()(replay)
     try:
-        app(sys.argv[1:] if argv is None else argv, prog_name="warmlane")
+        app(args, prog_name="warmlane")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(bool(end.code))
-    except (ConfigError, CommandError, ConnectionError) as error:
+    except (CommandError, ConnectionError) as error:
         print(f"warmlane: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+@contextmanager
+def _config_errors() -> Iterator[None]:
+    """Turn what is wrong with a configuration into a command's error.
+
+    The settings are imported here and not above: most commands do without, and start in half the
+    time.
+    """
+    from gateway.settings import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
 
 
 def _pool_from_flags(

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 # An operator waits; a gateway that needs longer than this for an admin answer is in trouble.
 TIMEOUT_S = 10.0
 PARITY = {1: "equal", 0: "diverged", -1: "unknown"}
-COLUMNS = ("id", "pool", "mode", "tokens", "state", "in flight", "gpu blocks", "url")
+# Headings of the table of workers.
+COLUMNS = (
+    *("id", "pool", "mode", "tokens", "state", "in flight", "lag", "gaps"),
+    *("gpu", "cpu", "disk", "remote", "since", "pull", "url"),
+)
+
+
+class NotThereError(ConnectionError):
+    """The gateway answers, and has nothing under that path."""
 
 
 def get_json(base: str, path: str, token: str | None) -> dict[str, Any]:
@@ -16,6 +25,7 @@ def get_json(base: str, path: str, token: str | None) -> dict[str, Any]:
 
     Raises:
         ConnectionError: If the gateway is away or answers with an error; the message says which.
+            ``NotThereError`` if it has no such path.
     """
     return _call("GET", base, path, None, token)
 
@@ -36,16 +46,26 @@ def workers_table(workers: list[dict[str, Any]]) -> str:
 
 
 def _worker_row(worker: dict[str, Any]) -> tuple[str, ...]:
+    blocks, lag_s, epoch = worker["blocks"], worker.get("lag_s"), worker["epoch"]
+    apart = " (apart)" if worker.get("is_apart") else ""
     return (
         worker["id"],
         worker["pool"],
         worker["mode"],
         PARITY[worker["parity"]],
-        worker["state"],
+        worker["state"] + apart,
         str(worker["in_flight"]),
-        str(worker["blocks"].get("gpu", 0)),
+        "-" if lag_s is None else f"{lag_s:.1f}s",
+        "-" if worker["gaps"] is None else str(worker["gaps"]),
+        *(str(blocks.get(tier, 0)) for tier in ("gpu", "cpu", "disk", "remote")),
+        "-" if epoch is None else _time(epoch),
+        worker.get("pull_style") or "-",
         worker["url"],
     )
+
+
+def _time(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _call(method: str, base: str, path: str, body: object, token: str | None) -> dict[str, Any]:
@@ -68,5 +88,6 @@ def _call(method: str, base: str, path: str, body: object, token: str | None) ->
         data = {}
     if answer.status_code >= 400 or not isinstance(data, dict):
         message = data.get("error", {}).get("message") if isinstance(data, dict) else None
-        raise ConnectionError(f"{base}{path}: {answer.status_code}: {message or answer.text[:200]}")
+        kind = NotThereError if answer.status_code == 404 else ConnectionError
+        raise kind(f"{base}{path}: {answer.status_code}: {message or answer.text[:200]}")
     return data

@@ -9,18 +9,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from gateway.client import get_json
+from gateway.client import NotThereError, get_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 # Share of the index's bound from which on it drops blocks that a worker still holds.
 FULL_RATIO = 0.95
-# A template prints up to this many tokens before the first message.
-START_TOKENS = 32
 # Less than this share of all prompt tokens is what busy fleets lose in passing.
 MIN_LOST_RATIO = 0.01
-COLUMNS = ("tokens lost", "share", "requests", "cause", "where")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +45,13 @@ class Diagnosis:
         causes: Rows of the miss report, most tokens lost first.
         totals: Its totals.
         findings: About workers and pools.
+        worth: The worth report; None from a gateway that has none.
     """
 
     causes: list[dict[str, Any]]
     totals: dict[str, Any]
     findings: list[Finding]
+    worth: dict[str, Any] | None = None
 
     @property
     def is_healthy(self) -> bool:
@@ -67,6 +66,7 @@ class Diagnosis:
             "causes": self.causes,
             "totals": self.totals,
             "findings": [asdict(finding) for finding in self.findings],
+            "worth": self.worth,
         }
 
 
@@ -79,11 +79,18 @@ def ask(gateway: str, token: str | None) -> Diagnosis:
     workers = get_json(gateway, "/admin/v1/workers", token)["workers"]
     pools = get_json(gateway, "/admin/v1/index", token)["pools"]
     misses = get_json(gateway, "/admin/v1/misses", token)
-    return diagnose(workers, pools, misses)
+    try:
+        worth = get_json(gateway, "/admin/v1/worth", token)
+    except NotThereError:  # an older gateway
+        worth = None
+    return diagnose(workers, pools, misses, worth)
 
 
 def diagnose(
-    workers: Sequence[dict[str, Any]], pools: Sequence[dict[str, Any]], misses: dict[str, Any]
+    workers: Sequence[dict[str, Any]],
+    pools: Sequence[dict[str, Any]],
+    misses: dict[str, Any],
+    worth: dict[str, Any] | None = None,
 ) -> Diagnosis:
     """Judge what the admin endpoints answered.
 
@@ -91,11 +98,14 @@ def diagnose(
         workers: ``workers`` of ``GET /admin/v1/workers``.
         pools: ``pools`` of ``GET /admin/v1/index``.
         misses: ``GET /admin/v1/misses``.
+        worth: ``GET /admin/v1/worth``; None if the gateway has no such path.
     """
     causes = sorted(misses["causes"], key=lambda row: -row["tokens_lost"])
     findings = [finding for pool in pools for finding in _of_pool(pool)]
     findings += [finding for worker in workers for finding in _of_worker(worker)]
-    return Diagnosis(causes, misses["totals"], findings)
+    if worth is not None:
+        findings += [finding for row in worth["pools"] for finding in _of_worth(row, workers)]
+    return Diagnosis(causes, misses["totals"], findings, worth)
 
 
 def _of_pool(pool: dict[str, Any]) -> Iterator[Finding]:
@@ -144,11 +154,55 @@ def _of_worker(worker: dict[str, Any]) -> Iterator[Finding]:
             f"its block size is {theirs}, the pool's {ours}: it is routed by text",
             "Start it with the pool's block size, or put it into a pool of its own.",
         )
+    if worker.get("is_apart"):
+        yield Finding(
+            "apart",
+            name,
+            "it is not what most of its pool is, so it serves only if nobody else can: "
+            + "; ".join(worker["differences"]),
+            "Give it the pool's model, tokenizer and KV format, or a pool of its own.",
+        )
     yield from _of_events(worker, name)
 
 
+def _of_worth(row: dict[str, Any], workers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+    """Find tiers that are used and lose time; what nobody uses costs nobody."""
+    used = {tier for w in workers if w["pool"] == row["pool"] for tier in w["blocks"]} - {"gpu"}
+    if row["verdict"] != "no" or not used:
+        return
+    if row["reuse_gain_s"] <= 0.0 and row["reuse_count"] >= 1.0:
+        what = (
+            f"bringing {row['shared_prefix_tokens']:,.0f} tokens back from {_names(used)} takes "
+            f"{row['restore_s']:.3f} s, computing them {row['recompute_s']:.3f} s"
+        )
+    else:
+        what = (
+            f"what is kept in {_names(used)} saves {row['saved_s']:.2f} s an hour and costs "
+            f"{row['store_s'] + row['eviction_s']:.2f} s"
+        )
+    yield Finding(
+        "offload_not_worth",
+        f"pool {row['pool']}",
+        what,
+        "Set pools[].offload.max_offload_tokens, so that the gateway caps each request by what "
+        "its tenant and document are worth; or 0 to offload nothing.",
+    )
+
+
+def _names(tiers: set[str]) -> str:
+    return " and ".join(tier for tier in ("cpu", "disk", "remote") if tier in tiers)
+
+
 def _of_events(worker: dict[str, Any], name: str) -> Iterator[Finding]:
-    if worker["has_events"] and worker["mode"] == "approximate":
+    health = worker.get("event_health", "")
+    if health.startswith("kv_events_"):
+        yield Finding(
+            health,
+            name,
+            worker["event_why"] or "its KV events are not believed",
+            "Until then its cache is only modelled by what is sent to it.",
+        )
+    elif worker["has_events"] and worker["mode"] == "approximate":
         yield Finding(
             "no_events",
             name,
@@ -178,53 +232,4 @@ def _divergence(found: dict[str, Any] | None) -> str:
         f"its tokens differ from ours: probe {found['probe']!r} at token {found['position']} "
         f"(ours {found['ours']}, its {found['theirs']}; {found['our_tokens']} tokens against "
         f"{found['their_tokens']}), text {found['text']!r}"
-    )
-
-
-def table(diagnosis: Diagnosis) -> str:
-    """Return the diagnosis for a terminal: causes, each with what to do, then the findings."""
-    totals = diagnosis.totals
-    lines = [
-        f"{totals['tokens_lost']:,} of {totals['prompt_tokens']:,} prompt tokens in "
-        f"{totals['requests']:,} requests were computed again because a prefix broke "
-        f"(last {totals['window_s'] / 60:.0f} min)."
-    ]
-    if totals["not_compared"]:
-        lines.append(f"{totals['not_compared']:,} more requests were too many to look into.")
-    if diagnosis.causes:
-        lines += ["", *_cause_lines(diagnosis.causes)]
-    for finding in diagnosis.findings:
-        lines += ["", f"{finding.subject}: {finding.what}", f"    {finding.advice}"]
-    if diagnosis.is_healthy:
-        lines += ["", "Nothing to mend."]
-    return "\n".join(lines)
-
-
-def _cause_lines(causes: list[dict[str, Any]]) -> Iterator[str]:
-    rows = [COLUMNS, *map(_cause_row, causes)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    for number, row in enumerate(rows):
-        # Numbers to the right, words to the left.
-        cells = [
-            cell.rjust(width) if column < 3 else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
-        if number:
-            yield f"    {causes[number - 1]['advice']}"
-
-
-def _cause_row(row: dict[str, Any]) -> tuple[str, ...]:
-    example = row["example"]
-    place = example["place"]
-    if example["char"] is not None:
-        place += f" character {example['char']}"
-    if example["token"] < START_TOKENS and place:
-        place += " (start of the prompt)"
-    return (
-        f"{row['tokens_lost']:,}",
-        f"{row['share']:.0%}",
-        f"{row['requests']:,}",
-        row["cause"],
-        f"{row['segment']}: {place}" if place else row["segment"],
     )

@@ -1,7 +1,7 @@
 """What was decided about requests, as metrics: sources, pulls, routes, waits, offload caps.
 
-And what the routing rule would have done where it did not decide. A series exists once something
-was counted in it.
+A series exists once something was counted in it. What the routing rule would have done where it did
+not decide is counted in ``gateway/routing/rollout.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Choices:
             "warmlane_route_requests", "Requests by configured route", "pool", "route"
         )
         self._waits = make.histogram(
-            "warmlane_gate_wait_seconds",
+            "warmlane_queue_seconds",
             "Waiting in the gateway, of the requests that had to",
             WAIT_BUCKETS_S,
             "pool",
@@ -46,22 +46,6 @@ class Choices:
             "warmlane_offload_caps",
             "Requests with an offload cap, by what it allows",
             *("pool", "allows"),
-        )
-        self._shadow = make.counter(
-            "warmlane_shadow_decisions",
-            "Requests the routing rule did not decide, by whether it would have chosen the same",
-            *("pool", "agreed"),
-        )
-        self._shadow_hits = make.counter(
-            "warmlane_shadow_hit_tokens",
-            "Hit tokens it predicts where it would have sent them",
-            "pool",
-        )
-        self._shadow_saved = make.counter(
-            "warmlane_shadow_saved_seconds", "TTFT it would have saved, where it saves", "pool"
-        )
-        self._shadow_lost = make.counter(
-            "warmlane_shadow_lost_seconds", "TTFT it would have cost, where it costs", "pool"
         )
         # Children looked up once: ``labels`` costs more than counting.
         self._children: dict[tuple[Counter, str, str], Counter] = {}
@@ -83,24 +67,11 @@ class Choices:
             self._waits.labels(pool).observe(record.queue_s)
         if record.offload_tokens is not None:
             self._count(self._offload, pool, "some" if record.offload_tokens else "none")
-        if record.shadow_worker:
-            self._add_shadow(record)
 
     def forget_worker(self, worker: str) -> None:
         """Remove the series of a worker that left."""
         for metric in (self._pulls, self._pulled):
             metric.remove_by_labels({"worker": worker})
-
-    def _add_shadow(self, record: RequestRecord) -> None:
-        pool = record.pool
-        agreed = "yes" if record.shadow_worker == record.worker else "no"
-        self._count(self._shadow, pool, agreed)
-        if record.shadow_hit_tokens:
-            self._shadow_hits.labels(pool).inc(record.shadow_hit_tokens)
-        saved_s = record.shadow_saved_s
-        if saved_s:
-            metric = self._shadow_saved if saved_s > 0.0 else self._shadow_lost
-            metric.labels(pool).inc(abs(saved_s))
 
     def _count(self, metric: Counter, pool: str, value: str) -> None:
         key = (metric, pool, value)

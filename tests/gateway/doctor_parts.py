@@ -19,6 +19,8 @@ from gateway.proxy.server import Listener, make_app
 from gateway.routing.dispatch import Dispatcher, Plan, Ticket
 from gateway.telemetry.requests import Telemetry
 from gateway.tokenize import Tokenize
+from gateway.worth.metrics import WorthCollector
+from gateway.worth.worth import Worth
 from prefix_index.blocks import usable_blocks
 from tests.fakes.engine import Script, Seen, answer, usage
 from tests.gateway.miss_parts import message
@@ -48,7 +50,9 @@ class CachingEngine:
             return answer(json.dumps(models).encode())
         body = seen.json()
         assert self.reader is not None
-        prompt = self.reader.chat(body).complete()
+        is_chat = "messages" in body
+        draft = self.reader.chat(body) if is_chat else self.reader.completion(body["prompt"])
+        prompt = draft.complete()
         if seen.target == "/tokenize":
             return answer(json.dumps({"tokens": list(prompt.token_ids)}).encode())
         usable, cached = usable_blocks(prompt.num_tokens, BLOCK), 0
@@ -70,6 +74,8 @@ class Running:
     fleet: Fleet
     report: MissReport
     session: aiohttp.ClientSession
+    worth: Worth
+    telemetry: Telemetry
 
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
         async with self.session.post(self.url + path, json=body, **options) as response:
@@ -86,24 +92,32 @@ async def running_gateway(*urls: str, **pool: Any) -> AsyncIterator[Running]:
     """Serve one pool of the model ``m`` over workers ``w0, w1, ...``."""
     workers = [{"id": f"w{k}", "url": url} for k, url in enumerate(urls)]
     config = {"name": "chat", "models": ["m"], "workers": workers, "block_size": BLOCK, **pool}
-    fleet = Fleet(Settings.model_validate({"pools": [config]}))
-    report = MissReport()
+    settings = Settings.model_validate({"pools": [config]})
+    fleet = Fleet(settings)
+    report, worth = MissReport(), Worth(settings)
 
     def finished(plan: Plan, ticket: Ticket) -> None:
         fleet.finished(plan, ticket)
         report.observe(plan, ticket)
+        worth.observe(plan, ticket)
 
     routes = Dispatcher(fleet.pools, seed=0, on_finish=finished)
     telemetry, limits = Telemetry(), Limits()
-    admin = Admin(routes, fleet, telemetry, limits, None, time.monotonic, report)
+    telemetry.register(WorthCollector(worth.account))
+    admin = Admin(
+        routes, fleet, telemetry, limits, None, time.monotonic, report, worth=worth.account
+    )
     extra = [*admin.routes(), *Tokenize(routes, limits).routes()]
     app = make_app(routes, observe=fleet.observe, limits=limits, extra_routes=extra)
     await fleet.start()
     listener = await Listener.start(app, "127.0.0.1", 0)
     async with aiohttp.ClientSession() as session:
         try:
-            yield Running(f"http://127.0.0.1:{listener.port}", fleet, report, session)
+            yield Running(
+                f"http://127.0.0.1:{listener.port}", fleet, report, session, worth, telemetry
+            )
         finally:
             await listener.stop(0.0)
             await report.close()
+            await worth.close()
             await fleet.stop()

@@ -70,6 +70,8 @@ USAGE_ERRORS = {
     "serve without workers": ["serve"],
     "serve with a file and workers": ["serve", "--config", "f", "--worker", "http://h:1"],
     "explain without a file": ["explain"],
+    "drain without a worker": ["workers", "drain"],
+    "replay without a trace": ["replay"],
 }
 
 
@@ -87,6 +89,30 @@ def test_a_gateway_that_is_away_is_said_in_one_line() -> None:
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert "no answer from the gateway" in done.stderr
+
+
+HEAVY = {"numpy", "httpx", "aiohttp", "gateway.settings", "gateway.replay", "prefix_index"}
+
+
+@pytest.mark.parametrize("command", ["doctor", "workers"])
+def test_commands_that_ask_a_gateway_import_nothing_heavy_before_they_run(command: str) -> None:
+    code = (
+        f"import sys, gateway.__main__ as m; m.main([{command!r}, '--help']); "
+        f"print(*({HEAVY!r} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert (done.returncode, done.stderr) == (0, "\n")
+
+
+def test_replay_is_a_command_like_the_others() -> None:
+    done = warmlane("replay", "--help")
+
+    assert done.returncode == 0
+    assert "--policy" in done.stdout
+    assert "replay" in warmlane("--help").stdout
 
 
 def test_explain_refuses_a_file_that_is_not_json(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gateway.doctor import diagnose, table
+from gateway.client import NotThereError
+from gateway.doctor import ask, diagnose
+from gateway.doctor_table import table
 from gateway.misses.causes import ADVICE, Cause
 from tests.fakes.engine import RawEngine
 from tests.gateway.doctor_parts import CachingEngine, running_gateway
@@ -177,7 +179,7 @@ async def test_a_worker_with_another_template_is_found(smollm2_dir: Path, tmp_pa
             (worker,) = (await gateway.get("/admin/v1/workers"))["workers"]
 
     assert status == 200
-    assert explained[1]["candidates"][0]["source"] == "text"
+    assert explained[1]["candidates"][0]["mode"] == "text"
     assert (worker["mode"], worker["parity"]) == ("text", 0)
     assert worker["divergence"]["position"] >= 0
     assert done.returncode == 3
@@ -192,6 +194,7 @@ def worker_row(**changes: Any) -> dict[str, Any]:
         "url": "http://h:1",
         "pool": "chat",
         "mode": "exact",
+        "blocks": {"gpu": 100},
         "state": "ready",
         "ready": True,
         "block_size": 16,
@@ -218,7 +221,36 @@ def pool_row(**changes: Any) -> dict[str, Any]:
     return row | changes
 
 
+def worth_row(**changes: Any) -> dict[str, Any]:
+    row = {
+        "pool": "chat",
+        "verdict": "no",
+        "requests": 100.0,
+        "reuse_count": 80.0,
+        "shared_prefix_tokens": 4096.0,
+        "recompute_s": 0.2,
+        "restore_s": 0.8,
+        "reuse_gain_s": -0.605,
+        "saved_s": -48.0,
+        "store_s": 2.0,
+        "eviction_s": 0.0,
+        "is_measured": True,
+    }
+    return row | changes
+
+
+def worth_report(*pools: dict[str, Any], advice: list[dict[str, Any]] | None = None) -> Any:
+    tenants = [{"tenant": "acme"} | row for row in pools]
+    return {"pools": list(pools), "tenants": tenants, "documents": [], "advice": advice or []}
+
+
 WORKERS = {
+    "apart": {"is_apart": True, "differences": ["w0: weights is 'a', most of its pool has 'b'"]},
+    "kv_events_mismatch": {
+        "event_health": "kv_events_mismatch",
+        "event_why": "not of the prompts that are sent there",
+        "mode": "approximate",
+    },
     "not_ready": {"ready": False},
     "no_events": {"mode": "approximate"},
     "parity_diverged": {"parity": 0},
@@ -250,6 +282,7 @@ def test_each_fault_of_a_pool_is_a_finding(kind: str, changes: dict[str, Any]) -
 
 
 HARMLESS = {
+    "events that are believed": {"event_health": "ok", "event_why": None, "is_apart": False},
     "as it should be": {},
     "no events configured": {"mode": "approximate", "has_events": False, "gaps": None},
     "a block size nobody told": {"block_size": None},
@@ -262,6 +295,80 @@ def test_what_is_harmless_is_no_finding(changes: dict[str, Any]) -> None:
     diagnosis = diagnose([worker_row(**changes)], [pool_row()], {"causes": [], "totals": TOTALS})
 
     assert diagnosis.is_healthy
+
+
+NO_MISSES: dict[str, Any] = {"causes": [], "totals": TOTALS}
+TIERED = {"blocks": {"gpu": 100, "cpu": 7, "disk": 9}}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (worth_row(), "takes 0.800 s, computing them 0.200 s"),
+        (
+            worth_row(reuse_count=0.4, restore_s=0.0, recompute_s=0.0, saved_s=0.0),
+            "saves 0.00 s an hour and costs 2.00 s",
+        ),
+    ],
+    ids=["slower than computing", "never asked for again"],
+)
+def test_a_tier_that_is_used_and_loses_time_is_a_finding(row: dict[str, Any], said: str) -> None:
+    diagnosis = diagnose([worker_row(**TIERED)], [pool_row()], NO_MISSES, worth_report(row))
+
+    (finding,) = diagnosis.findings
+    assert (finding.kind, finding.subject) == ("offload_not_worth", "pool chat")
+    assert said in finding.what
+    assert "cpu and disk" in finding.what
+    assert not diagnosis.is_healthy
+    assert diagnosis.to_json()["worth"]["pools"] == [row]
+
+
+@pytest.mark.parametrize(
+    ("row", "worker"),
+    [
+        (worth_row(), {"blocks": {"gpu": 100}}),
+        (worth_row(verdict="yes"), TIERED),
+        (worth_row(verdict="unknown", is_measured=False), TIERED),
+        (worth_row(pool="other"), TIERED),
+    ],
+    ids=["no tier in use", "worth it", "not known", "another pool"],
+)
+def test_what_a_tier_is_worth_is_shown_without_being_a_fault(
+    row: dict[str, Any], worker: dict[str, Any]
+) -> None:
+    advice = {"kind": "separate_pool", "text": "A pool of its own may help."}
+    report = worth_report(row, advice=[advice])
+    diagnosis = diagnose([worker_row(**worker)], [pool_row()], NO_MISSES, report)
+
+    assert diagnosis.is_healthy
+    shown = table(diagnosis)
+    assert "worth it" in shown
+    assert f"pool {row['pool']}" in shown
+    assert f"tenant acme in {row['pool']}" in shown
+    assert ("800 ms?" in shown) is not row["is_measured"]
+    assert advice["text"] in shown
+
+
+async def test_a_gateway_without_a_worth_report_is_diagnosed_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = {
+        "/admin/v1/workers": {"workers": [worker_row()]},
+        "/admin/v1/index": {"pools": [pool_row()]},
+        "/admin/v1/misses": NO_MISSES,
+    }
+
+    def get(_base: str, path: str, _token: str | None) -> Any:
+        if path not in answers:
+            raise NotThereError(path)
+        return answers[path]
+
+    monkeypatch.setattr("gateway.doctor.get_json", get)
+    diagnosis = ask("http://old", None)
+
+    assert diagnosis.is_healthy
+    assert diagnosis.worth is None
+    assert "worth" not in table(diagnosis)
 
 
 @pytest.mark.parametrize(("lost", "ok"), [(99, True), (100, False)])

@@ -120,26 +120,11 @@ def test_choices_are_counted_with_bounded_labels() -> None:
     assert labelled(telemetry, "warmlane_pulled_tokens_total") == {("chat", "w0"): 40 * 4096}
     assert labelled(telemetry, "warmlane_route_requests_total") == {("chat", "batch"): 40}
     # Who never got to a worker did not wait for one that came.
-    assert labelled(telemetry, "warmlane_gate_wait_seconds_count") == {("chat",): 1}
+    assert labelled(telemetry, "warmlane_queue_seconds_count") == {("chat",): 1}
     assert labelled(telemetry, "warmlane_offload_caps_total") == {
         ("none", "chat"): 1,
         ("some", "chat"): 1,
     }
-
-
-def test_what_the_rule_would_have_done_is_counted_beside_what_was_done() -> None:
-    telemetry = Telemetry(clock=lambda: 5.0)
-    telemetry.observe(record(shadow_worker="w0", shadow_hit_tokens=64, shadow_saved_s=0.0))
-    telemetry.observe(record(shadow_worker="w1", shadow_hit_tokens=96, shadow_saved_s=0.5))
-    telemetry.observe(record(shadow_worker="w1", shadow_hit_tokens=0, shadow_saved_s=-0.25))
-    telemetry.observe(record(shadow_worker="w1", shadow_saved_s=None))
-    telemetry.observe(record())
-
-    shadow = labelled(telemetry, "warmlane_shadow_decisions_total")
-    assert shadow == {("yes", "chat"): 1, ("no", "chat"): 3}
-    assert labelled(telemetry, "warmlane_shadow_hit_tokens_total") == {("chat",): 160}
-    assert labelled(telemetry, "warmlane_shadow_saved_seconds_total") == {("chat",): 0.5}
-    assert labelled(telemetry, "warmlane_shadow_lost_seconds_total") == {("chat",): 0.25}
 
 
 def test_the_pulls_of_a_worker_leave_with_it() -> None:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
+from gateway.admin.describe import pool_row, worker_row
 from gateway.errors import Forbidden, GatewayError, ModelNotFound, NotFound, Unauthorized
 from gateway.proxy.body import parse_body, read_body
 from gateway.proxy.headers import request_id_from
 from gateway.proxy.responses import error_response, json_response
+from gateway.proxy.rewrite import Rewrite
 from gateway.routing.dispatch import Inbound, explain_json
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from gateway.routing.dispatch import Dispatcher
     from gateway.routing.pool import Pool, Worker
     from gateway.telemetry.requests import Telemetry
+    from gateway.worth.account import WorthAccount
 
 # What Prometheus' text parsers expect.
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -46,6 +49,9 @@ class Admin:
         clock: Monotonic seconds.
         misses: The miss report; without one there is no such endpoint.
         rewriters: Pool name -> its canonicalisation.
+        worth: The worth of lower tiers; without it there is no such endpoint.
+        shared: Pool name -> what the shared index says of it, as plain values, with ``workers`` by
+            id; None where the index is this process's own.
     """
 
     def __init__(
@@ -58,6 +64,8 @@ class Admin:
         clock: Callable[[], float],
         misses: MissReport | None = None,
         rewriters: Mapping[str, Rewriter] | None = None,
+        worth: WorthAccount | None = None,
+        shared: Callable[[str], dict[str, Any] | None] = lambda _pool: None,
     ) -> None:
         self._dispatcher = dispatcher
         self._fleet = fleet
@@ -67,12 +75,18 @@ class Admin:
         self._clock = clock
         self._misses = misses
         self._rewriters = rewriters or {}
+        self._worth = worth
+        self._shared = shared
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of these endpoints."""
-        misses = self._misses
+        reports = []
+        if self._misses is not None:
+            reports.append(web.get("/admin/v1/misses", self._guarded(self.misses)))
+        if self._worth is not None:
+            reports.append(web.get("/admin/v1/worth", self._guarded(self.worth)))
         return [
-            *([] if misses is None else [web.get("/admin/v1/misses", self._guarded(self.misses))]),
+            *reports,
             web.get("/admin/v1/index", self._guarded(self.index)),
             web.get("/metrics", self.metrics),
             web.get("/admin/v1/workers", self._guarded(self.workers)),
@@ -89,7 +103,7 @@ class Admin:
     async def workers(self, request: web.Request) -> web.Response:
         """``GET /admin/v1/workers``: every worker with mode, health, load and index state."""
         rows = [
-            self._describe(pool, worker)
+            self._row(pool, worker)
             for pool in self._fleet.pools
             for worker in pool.workers.values()
         ]
@@ -101,8 +115,14 @@ class Admin:
         return _json(request, self._misses.report())
 
     async def index(self, request: web.Request) -> web.Response:
-        """``GET /admin/v1/index``: per pool, how prompts are read and how many blocks are known."""
-        return _json(request, {"pools": [_describe_index(pool) for pool in self._fleet.pools]})
+        """``GET /admin/v1/index``: per pool what is known, and how each worker's part is known."""
+        rows = [pool_row(self._fleet, pool, self._shared(pool.name)) for pool in self._fleet.pools]
+        return _json(request, {"pools": rows})
+
+    async def worth(self, request: web.Request) -> web.Response:
+        """``GET /admin/v1/worth``: whether lower tiers pay, per pool, tenant and document."""
+        assert self._worth is not None, "the route exists only with an account"
+        return _json(request, self._worth.report())
 
     async def drain(self, request: web.Request) -> web.Response:
         """``POST /admin/v1/workers/{id}/drain``: no new requests there; running ones go on."""
@@ -110,7 +130,7 @@ class Admin:
         for pool in self._fleet.pools:
             if worker_id in pool.workers:
                 pool.drain(worker_id)
-                return _json(request, self._describe(pool, pool.workers[worker_id]))
+                return _json(request, self._row(pool, pool.workers[worker_id]))
         raise NotFound(f"No worker has the id {worker_id!r}; GET /admin/v1/workers lists them.")
 
     async def explain(self, request: web.Request) -> web.Response:
@@ -120,49 +140,39 @@ class Admin:
         has_messages = b'"messages"' in body
         surface: Surface = "completions" if b'"prompt"' in body and not has_messages else "chat"
         document = parse_body(body, surface)
-        pool = self._dispatcher.pool_for(document["model"])
-        if pool is None:
-            raise ModelNotFound(f"The model {document['model']!r} does not exist.", param="model")
         inbound = Inbound(
             surface,
             document,
             request.headers,
             document["model"],
+            # Who may ask this may ask it for anybody.
+            tenant=request.headers.get("x-tenant-id", ""),
             request_id=request_id_from(request.headers.get("x-request-id")),
         )
-        rewriter = self._rewriters.get(pool.name)
-        if rewriter is None:
-            plan = await self._dispatcher.plan(pool, inbound, in_full=True)
-            return _json(request, explain_json(plan, self._dispatcher.choose(plan)))
-        rewrite = await rewriter.explain(self._dispatcher, pool, inbound, body)
+        rewrite = await self._planned(inbound, body)
         decision = self._dispatcher.choose(rewrite.plan)
         return _json(request, explain_json(rewrite.plan, decision, canonicalization=rewrite.report))
 
-    def _describe(self, pool: Pool, worker: Worker) -> dict[str, Any]:
-        now_s = self._clock()
-        feed = self._fleet.feeds.get(worker.id)
-        blocks = pool.index.blocks_by_tier(worker.id) if pool.index is not None else {}
-        return {
-            "id": worker.id,
-            "url": worker.url,
-            "pool": pool.name,
-            "mode": worker.mode if pool.reader is not None else "text",
-            "state": _state(worker, now_s),
-            "ready": worker.health.ready and self._fleet.watches[worker.id].checked.is_set(),
-            "in_flight": worker.books.in_flight,
-            "queued_tokens": worker.books.queued_tokens,
-            "blocks": {tier: count for tier, count in blocks.items() if count},
-            "capacity_tokens": worker.capacity_tokens or None,
-            "block_size": worker.block_size,
-            "epoch": worker.epoch,
-            "parity": self._fleet.parity_of(worker),
-            "divergence": self._fleet.divergence_of(worker),
-            "has_events": self._fleet.has_events(worker),
-            "pool_block_size": pool.block_size if pool.index is not None else None,
-            "event_age_s": None if worker.last_event_s is None else now_s - worker.last_event_s,
-            "gaps": feed.subscriber.gaps if feed else None,
-            "decode_errors": feed.subscriber.decode_errors if feed else None,
-        }
+    async def _planned(self, inbound: Inbound, body: bytes) -> Rewrite:
+        """Plan a request for the pool where it would go, as the proxy does."""
+        target = self._dispatcher.target(inbound)
+        if target is None:
+            raise ModelNotFound(f"The model {inbound.model!r} does not exist.", param="model")
+        rewrite = await self._planned_in(target.pool, inbound, body)
+        other = self._dispatcher.redirected(rewrite.plan, target)
+        if other.pool is not target.pool:
+            rewrite = await self._planned_in(other.pool, inbound, body)
+            rewrite.plan.route = other.route
+        return rewrite
+
+    async def _planned_in(self, pool: Pool, inbound: Inbound, body: bytes) -> Rewrite:
+        rewriter = self._rewriters.get(pool.name)
+        if rewriter is None:
+            return Rewrite(await self._dispatcher.plan(pool, inbound, in_full=True), body)
+        return await rewriter.explain(self._dispatcher, pool, inbound, body)
+
+    def _row(self, pool: Pool, worker: Worker) -> dict[str, Any]:
+        return worker_row(self._fleet, pool, worker, self._clock())
 
     def _guarded(
         self, handler: Callable[[web.Request], Awaitable[web.Response]]
@@ -190,29 +200,6 @@ class Admin:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self._token.encode()):
             raise Unauthorized("The admin token is missing or wrong.")
-
-
-def _describe_index(pool: Pool) -> dict[str, Any]:
-    index = pool.index
-    return {
-        "pool": pool.name,
-        "models": list(pool.models),
-        "engine": pool.engine,
-        "reads_prompts": pool.reader is not None,
-        "block_size": None if index is None else index.block_size,
-        "blocks": 0 if index is None else index.num_blocks,
-        "max_blocks": None if index is None else index.max_blocks,
-        "unread_prompts": dict(pool.unread_prompts),
-    }
-
-
-def _state(worker: Worker, now_s: float) -> str:
-    if worker.draining:
-        return "draining"
-    if not worker.health.ready:
-        return "not_ready"
-    breaker = worker.health.breaker(now_s)
-    return "ready" if breaker == "closed" else breaker.value
 
 
 def _is_loopback(address: str | None) -> bool:
