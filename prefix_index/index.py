@@ -147,7 +147,7 @@ class Index:
     def sweep(self, max_blocks: int) -> bool:
         """Take a slice of cleared workers' blocks away, for whoever owns the loop.
 
-        1,000 blocks take about 2 ms. Stores sweep a little as well, so that memory stays bounded
+        500 blocks take about 1 ms. Stores sweep a little as well, so that memory stays bounded
         if nobody calls this.
 
         Args:

@@ -319,3 +319,30 @@ def test_a_hub_that_many_workers_share_outlives_its_children() -> None:
 
     assert index.num_blocks <= 1000
     assert {hit.total for hit in index.match(hub).values()} == {10 * BLOCK_SIZE}
+
+
+def test_a_large_view_loses_what_is_old_and_keeps_what_is_young_or_stored_again() -> None:
+    index = Index(BLOCK_SIZE, max_blocks=10_000)  # five windows of the hand, and more
+    hot = chain(*range(1, 101))
+    chains = [chain(k, *range(20)) for k in range(1000, 3000)]
+    for number, each in enumerate(chains):
+        index.store(f"w{number % 3}", each, ROOTS[0])
+        if number % 50 == 0:
+            index.store("w0", hot, ROOTS[0])
+
+    assert index.num_blocks <= index.max_blocks
+    assert index.match(hot)["w0"].total == 100 * BLOCK_SIZE
+    lengths = [sum(hit.total for hit in index.match(each).values()) for each in chains]
+    assert all(length == 21 * BLOCK_SIZE for length in lengths[-100:])
+    assert sum(lengths[:1000]) < sum(lengths[1000:]) / 10
+
+
+def test_a_bound_that_falls_is_met_again_by_the_next_stores() -> None:
+    index = Index(BLOCK_SIZE, max_blocks=5000)
+    for k in range(300):
+        index.store(f"w{k % 3}", chain(k, *range(10)), ROOTS[0])
+    index.max_blocks = 500
+    for k in range(300, 350):
+        index.store(f"w{k % 3}", chain(k, *range(10)), ROOTS[0])
+
+    assert index.num_blocks <= 500
