@@ -43,13 +43,19 @@ TERMS = {
 
 
 class _Fixed(Learner):
-    """Cost constants that are known and stay as they are."""
+    """Cost constants that are known and stay as they are; rates of pulls are learned."""
 
     def observe_prefill(self, *args: object, **kwargs: object) -> None:
         """Learn nothing."""
 
     def observe_decode(self, *args: object, **kwargs: object) -> None:
         """Learn nothing."""
+
+    def observe_restore(self, *args: object, **kwargs: object) -> None:
+        """Learn nothing."""
+
+    def observe_pull_ttft(self, *args: object, **kwargs: object) -> None:
+        """Learn nothing: the transfers themselves are timed."""
 
 
 class _Token(NamedTuple):
