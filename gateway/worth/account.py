@@ -14,8 +14,9 @@ from gateway.routing.cost import prefill_s
 from gateway.routing.ticket import Outcome
 from gateway.telemetry.decision_log import hashed_key
 from gateway.worth.advice import separate_pools
-from gateway.worth.group import WINDOW_S, Group, Rate, Use
-from gateway.worth.rule import MANAGEMENT_S, Verdict, judge
+from gateway.worth.group import WINDOW_S, Group, Use
+from gateway.worth.rows import OTHER, row_of
+from gateway.worth.rule import MANAGEMENT_S, Verdict
 from gateway.worth.seen import SeenPrefixes
 from gateway.worth.tier import Tier, eviction_s
 
@@ -33,7 +34,6 @@ MAX_DOCUMENTS = 2048
 MAX_TENANTS = 256
 # Documents that are listed; the rest is summed up.
 MAX_LISTED = 50
-OTHER = "other"
 
 
 class WorthAccount:
@@ -117,11 +117,10 @@ class WorthAccount:
         """Return ``GET /admin/v1/worth``, as plain JSON values."""
         now_s = self._clock()
         pools = [
-            {"pool": pool} | _row(group, now_s, self._tiers[pool].rate)
-            for pool, group in self._pools.items()
+            {"pool": pool} | self._row(pool, group, now_s) for pool, group in self._pools.items()
         ]
         tenants = [
-            {"pool": pool, "tenant": tenant} | _row(group, now_s, self._tiers[pool].rate)
+            {"pool": pool, "tenant": tenant} | self._row(pool, group, now_s)
             for (pool, tenant), group in self._tenants.items()
         ]
         return {
@@ -139,6 +138,15 @@ class WorthAccount:
         whole = (((pool, ""), group) for pool, group in self._pools.items())
         for (pool, tenant), group in (*whole, *self._tenants.items()):
             yield pool, tenant, group, group.worth(now_s, self._tiers[pool].rate)
+
+    def _row(self, pool: str, group: Group, now_s: float) -> dict[str, Any]:
+        return row_of(
+            group.terms(now_s, self._tiers[pool].rate),
+            prompt_tokens=group.prompt_tokens,
+            shared_tokens=group.shared_tokens,
+            lost_tokens=group.lost_tokens,
+            store_tokens=group.store_tokens,
+        )
 
     def _use(
         self,
@@ -208,9 +216,7 @@ class WorthAccount:
             if number < MAX_LISTED:
                 named = {"document": hashed_key(ring_key, self._secret), "kind": group.kind}
                 yield (
-                    {"pool": pool, "tenant": group.tenant}
-                    | named
-                    | _row(group, now_s, self._tiers[pool].rate)
+                    {"pool": pool, "tenant": group.tenant} | named | self._row(pool, group, now_s)
                 )
             else:
                 others.setdefault(pool, Group(now_s)).absorb(group, now_s)
@@ -218,33 +224,4 @@ class WorthAccount:
             others.setdefault(pool, Group(now_s)).absorb(group, now_s)
         for pool, group in others.items():
             named = {"document": OTHER, "kind": OTHER}
-            yield {"pool": pool, "tenant": ""} | named | _row(group, now_s, self._tiers[pool].rate)
-
-
-def _row(group: Group, now_s: float, rate: Rate) -> dict[str, Any]:
-    terms = group.terms(now_s, rate)
-    worth = judge(terms)
-    return {
-        "verdict": worth.verdict.value,
-        "requests": round(terms.requests, 2),
-        "reuse_count": round(terms.reuse_count, 2),
-        "shared_prefix_tokens": round(terms.shared_prefix_tokens, 1),
-        "recompute_s": terms.recompute_s,
-        "restore_s": terms.restore_s,
-        "reuse_gain_s": worth.reuse_gain_s,
-        "saved_s": worth.saved_s,
-        "store_s": terms.store_s,
-        "eviction_s": terms.eviction_s,
-        "prefill_token_s": terms.prefill_token_s,
-        "restore_tokens_per_s": terms.restore_tokens_per_s,
-        "is_measured": terms.is_measured,
-        "prompt_tokens": round(group.prompt_tokens),
-        "shared_tokens": round(group.shared_tokens),
-        "lost_tokens": round(group.lost_tokens),
-        "store_tokens": round(group.store_tokens),
-        "short": {
-            "worth_cache": worth.short_verdict.value,
-            "gain_s": worth.short_gain_s,
-            "cost_s": worth.short_cost_s,
-        },
-    }
+            yield {"pool": pool, "tenant": ""} | named | self._row(pool, group, now_s)

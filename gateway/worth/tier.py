@@ -10,6 +10,9 @@ from gateway.routing.cost import HALF_LIFE_S, restore_link_s
 from gateway.worth.group import Rate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gateway.fleet.fleet import Fleet
     from gateway.routing.cost import Candidate, CostModel
     from gateway.routing.plan import Plan
     from gateway.routing.ticket import Ticket
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 # Restores that are averaged, about; and from which on a tier counts as measured.
 _KEEP = 0.95
 MIN_RESTORES = 3
+# Two means over operations of other sizes: more than this is an accident.
+MAX_WRITE_RATIO = 4.0
 
 
 class Tier:
@@ -61,3 +66,21 @@ def eviction_s(
         is_held = partial(index.holds, worker.id, tier="gpu")
         age_s = worker.mirror.oldest_age_s(now_s, is_held)
     return over * model.token_s * exp2(-age_s / HALF_LIFE_S)
+
+
+def write_per_read(fleet: Fleet) -> Callable[[str], float]:
+    """Return what tells how much longer a worker takes to write to its tier than to read from it.
+
+    By the mean latencies that it reports itself; 1 for workers that report none.
+    """
+
+    def ratio(worker_id: str) -> float:
+        watch = fleet.watches.get(worker_id)
+        values = {} if watch is None else watch.scrape.values
+        read_s = values.get("kv_cache_offload_read_latency")
+        write_s = values.get("kv_cache_offload_write_latency")
+        if not read_s or not write_s:
+            return 1.0
+        return min(max(write_s / read_s, 1 / MAX_WRITE_RATIO), MAX_WRITE_RATIO)
+
+    return ratio

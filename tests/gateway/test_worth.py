@@ -11,6 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.config import Settings
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.scrape import Scrape
+from gateway.fleet.watch import Watch
 from gateway.routing.cost import CostModel, prefill_s
 from gateway.routing.dispatch import Dispatcher, Inbound, Outcome, Plan, Ticket, Usage
 from gateway.routing.learner import Learner
@@ -23,9 +27,10 @@ from gateway.worth.account import (
 )
 from gateway.worth.advice import separate_pools
 from gateway.worth.group import WINDOW_S, Group, Rate, Use
+from gateway.worth.rows import merge_reports, row_of
 from gateway.worth.rule import MANAGEMENT_S, MIN_REQUESTS, Terms, Verdict, judge
 from gateway.worth.seen import MAX_PROMPT_GRAINS, SeenPrefixes
-from gateway.worth.tier import MIN_RESTORES
+from gateway.worth.tier import MIN_RESTORES, write_per_read
 from tests.gateway.routing_parts import H100, Clock, hold, ids, make_pool
 
 # A document of 8,000 tokens asked for 20 times an hour on an H100, with a CPU tier at 25 GB/s.
@@ -458,3 +463,80 @@ NO_ADVICE = {
 @pytest.mark.parametrize("rows", NO_ADVICE.values(), ids=NO_ADVICE)
 def test_otherwise_pools_stay_together(rows: list[dict[str, Any]]) -> None:
     assert separate_pools(rows) == []
+
+
+# --- several processes ---------------------------------------------------------------------------
+
+
+async def test_reports_of_several_processes_are_judged_as_one() -> None:
+    whole, first, second = Shop(model=FAST), Shop(model=FAST), Shop(model=FAST)
+    for shop in (whole, first, second):
+        await shop.restore_some()
+    for number in range(12):
+        for shop in (whole, first if number < 6 else second):
+            await shop.serve(asks("handbook", number))
+    one = whole.account.report()
+
+    merged = merge_reports([first.account.report(), second.account.report()])
+
+    assert merged["window_s"] == one["window_s"]
+    (pool,) = merged["pools"]
+    (expected,) = one["pools"]
+    assert set(pool) == set(expected)
+    # The second process had to see everything once itself, and had a warm-up of its own.
+    (row,) = [row for row in merged["documents"] if row["tenant"] == "acme"]
+    assert row["reuse_count"] == pytest.approx(10.0, rel=0.01)
+    assert row["requests"] == pytest.approx(12.0, rel=0.01)
+    assert row["shared_prefix_tokens"] == pytest.approx(4096, rel=0.01)
+    assert row["recompute_s"] == pytest.approx(prefill_s(FAST, 4096, 4096), rel=0.01)
+    assert (row["verdict"], row["is_measured"]) == ("yes", True)
+    assert merge_reports([one]) == one
+
+
+def test_what_one_process_measured_counts_for_all() -> None:
+    row = {"pool": "chat"} | row_of(
+        replace(DOCUMENT, restore_s=0.4, restore_tokens_per_s=20_000.0, is_measured=False),
+        prompt_tokens=168_000,
+        shared_tokens=160_000,
+        lost_tokens=0,
+        store_tokens=8000,
+    )
+    measured = {"pool": "chat"} | row_of(
+        DOCUMENT, prompt_tokens=168_000, shared_tokens=160_000, lost_tokens=0, store_tokens=8000
+    )
+    empty = {"tenants": [], "documents": []}
+
+    (merged,) = merge_reports([{"pools": [row]} | empty, {"pools": [measured]} | empty])["pools"]
+
+    assert merged["restore_tokens_per_s"] == pytest.approx(191_000.0)
+    assert (merged["verdict"], merged["is_measured"]) == ("yes", True)
+
+
+@pytest.mark.parametrize(
+    ("values", "ratio"),
+    [
+        ({}, 1.0),
+        ({"kv_cache_offload_read_latency": 0.1}, 1.0),
+        ({"kv_cache_offload_read_latency": 0.1, "kv_cache_offload_write_latency": 0.2}, 2.0),
+        ({"kv_cache_offload_read_latency": 0.0, "kv_cache_offload_write_latency": 0.2}, 1.0),
+        ({"kv_cache_offload_read_latency": 1e-9, "kv_cache_offload_write_latency": 9.0}, 4.0),
+    ],
+)
+async def test_writing_is_as_dear_as_the_worker_says(
+    values: dict[str, float], ratio: float
+) -> None:
+    config = {"name": "chat", "models": ["m"], "workers": [{"id": "w0", "url": "http://h:1"}]}
+    fleet = Fleet(Settings.model_validate({"pools": [config]}))
+    (worker,) = fleet.pools[0].workers.values()
+    assert worker.upstream is not None
+
+    async def nothing(_scrape: Scrape) -> None:
+        return
+
+    watch = Watch("w0", [worker], worker.upstream, on_epoch=lambda: None, on_alive=nothing)
+    watch.scrape = Scrape(values=values)
+    fleet.watches["w0"] = watch
+
+    assert write_per_read(fleet)("w0") == pytest.approx(ratio)
+    assert write_per_read(fleet)("gone") == 1.0
+    await fleet.stop()
