@@ -167,8 +167,9 @@ class EventSubscriber:
         sequence, payload = frame
         self._newest_seen = sequence
         if sequence < self._next:
-            if self._replayed.get(sequence) == xxh3_64_intdigest(payload):
-                return  # came by replay already
+            digest = xxh3_64_intdigest(payload)
+            if digest in (self._replayed.get(sequence), self._digest_of(sequence)):
+                return  # came already
             self._restarted("sequence started again")
         if sequence > self._next:
             if self._next:
@@ -181,6 +182,10 @@ class EventSubscriber:
                 self._lose(sequence)
         self._replayed.clear()
         self._deliver(sequence, payload)
+
+    def _digest_of(self, sequence: int) -> int | None:
+        """Return the digest of a batch that was delivered, where it is still known."""
+        return self._last_digest if sequence == self._next - 1 else None
 
     async def _repair(self, context: zmq.asyncio.Context) -> None:
         """Ask for everything from the last known batch on, and deliver what is new."""
@@ -232,7 +237,7 @@ class EventSubscriber:
 
     def _is_last(self, sequence: int, payload: bytes) -> bool:
         """Say whether the first batch of an answer is the last one known here; else clear."""
-        if sequence == self._next - 1 and xxh3_64_intdigest(payload) == self._last_digest:
+        if xxh3_64_intdigest(payload) == self._digest_of(sequence):
             return True
         if sequence > self._next - 1:
             self._clear("publisher's buffer moved on")
