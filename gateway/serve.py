@@ -21,6 +21,7 @@ from gateway.admin import Admin
 from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import FleetCollector
+from gateway.fleet.sharing import Sharing, SharingCollector
 from gateway.misses.metrics import MissCollector
 from gateway.misses.report import MissReport
 from gateway.operators import Operators
@@ -83,7 +84,10 @@ class Gateway:
         self.request_log = RequestLog(sys.stderr.buffer) if logs_requests else None
         self.rewriters = make_rewriters(settings)
         self.link = make_link(settings)
-        self.exchange = None if self.link is None else self._make_exchange(self.link)
+        self.exchange: LoadExchange | None = None
+        self.sharing: Sharing | None = None
+        if self.link is not None:
+            self._share_over(self.link)
         self._recurrence_due_s = 0.0
         self._shared: list[asyncio.Task[Any]] = []
         self.app = self._make_app()
@@ -124,6 +128,8 @@ class Gateway:
             self._share(self.link.run())
         if self.exchange is not None:
             self._share(self.exchange.run())
+        if self.sharing is not None:
+            self._share(self.sharing.run())
         await self.fleet.start()
         await self.operators.start()
 
@@ -142,9 +148,13 @@ class Gateway:
         if self.request_log is not None:
             self.request_log.flush()
 
-    def _make_exchange(self, link: Link) -> LoadExchange:
-        gateway = secrets.token_hex(8)
-        return LoadExchange(link, self.fleet.pools, gateway=gateway, clock=time.monotonic)
+    def _share_over(self, link: Link) -> None:
+        """Make what is shared with other gateways; before the fleet starts."""
+        # Ours alone, and another one after a restart: nobody may take us for who died.
+        name = secrets.token_hex(8)
+        self.exchange = LoadExchange(link, self.fleet.pools, gateway=name, clock=time.monotonic)
+        self.sharing = Sharing(self.fleet, link, name=name)
+        self.telemetry.register(SharingCollector(self.sharing))
 
     def _share(self, coroutine: Coroutine[Any, Any, object]) -> None:
         """Run something over the link until ``close``."""
@@ -164,6 +174,7 @@ class Gateway:
             time.monotonic,
             self.misses,
             self.rewriters,
+            shared=self._shared_index,
         )
         tokenize = Tokenize(self.dispatcher, limits)
         app = make_app(
@@ -177,9 +188,19 @@ class Gateway:
         self.operators.place(app)
         return app
 
+    def _shared_index(self, pool: str) -> dict[str, Any] | None:
+        """Return what the shared index says of a pool; None where the index is our own."""
+        found: dict[str, Any] | None = None
+        if self.sharing is not None:
+            found = self.sharing.state()["pools"].get(pool)
+        return found
+
     def _finished(self, plan: Plan, ticket: Ticket) -> None:
         self.fleet.finished(plan, ticket)
         self.misses.observe(plan, ticket)
+        if self.sharing is not None and plan.prompt is not None:
+            prompt = plan.prompt
+            self.sharing.routed(plan.pool, ticket.worker, prompt.block_hashes, prompt.root)
         # What recurs is seen in a sample as well, and every request would pay for more.
         now_s = time.monotonic()
         if now_s >= self._recurrence_due_s:

@@ -55,7 +55,8 @@ def parse(text: str) -> Snapshot:
         if line.startswith("# "):
             _, what, name, rest = [*line.split(" ", 3), "", ""][:4]
             family = families.setdefault(name, Family())
-            family.head.append(line)
+            if line not in family.head:
+                family.head.append(line)
             if what == "TYPE":
                 family.kind = rest
         elif line:
