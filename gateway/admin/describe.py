@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from gateway.fleet.fingerprints import differences
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ def worker_row(fleet: Fleet, pool: Pool, worker: Worker, now_s: float) -> dict[s
         worker: Of it.
         now_s: Monotonic seconds.
     """
-    events = fleet.index_state(worker)
+    events, model = fleet.index_state(worker), worker.learner.model
     return {
         "id": worker.id,
         "url": worker.url,
@@ -44,6 +46,7 @@ def worker_row(fleet: Fleet, pool: Pool, worker: Worker, now_s: float) -> dict[s
         "rank": worker.rank,
         "parity": fleet.parity_of(worker),
         "divergence": fleet.divergence_of(worker),
+        "cost": None if model is None else msgspec.to_builtins(model),
         "can_pull": worker.can_pull,
         "pull_style": worker.pull_style or None,
         "adapters": sorted(worker.adapters),

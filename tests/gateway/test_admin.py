@@ -28,8 +28,17 @@ from tests.gateway.miss_parts import HANDBOOK, message
 
 WORKER_FIELDS = {
     *("id", "url", "pool", "mode", "state", "ready", "in_flight", "queued_tokens", "blocks"),
-    *("capacity_tokens", "block_size", "epoch", "rank", "parity", "can_pull", "pull_style"),
-    *("adapters", "fingerprint", "is_apart", "event_age_s", "event_health", "lag_s", "gaps"),
+    *("capacity_tokens", "block_size", "epoch", "rank", "parity", "cost", "can_pull"),
+    *(
+        "pull_style",
+        "adapters",
+        "fingerprint",
+        "is_apart",
+        "event_age_s",
+        "event_health",
+        "lag_s",
+        "gaps",
+    ),
     *("replays", "losses", "decode_errors", "rejected", "orphans"),
 }
 POOL_FIELDS = {
