@@ -68,6 +68,8 @@ class WorkerFeed:
         worker: The holder's name there.
         model: What the pool's roots are made of.
         budget: Memory for engine hashes, shared by the workers of the index.
+        names: Engine hashes of blocks that are in the index already, for who goes on where
+            another feed ended.
 
     Attributes:
         on_change: Called after each batch that changed something.
@@ -85,7 +87,13 @@ class WorkerFeed:
     """
 
     def __init__(
-        self, index: Index, worker: str, model: str, *, budget: NameBudget | None = None
+        self,
+        index: Index,
+        worker: str,
+        model: str,
+        *,
+        budget: NameBudget | None = None,
+        names: Names | None = None,
     ) -> None:
         self.on_change: Callable[[FeedChange], None] | None = None
         self.stored = self.removed = self.orphans = self.rejected = 0
@@ -94,10 +102,10 @@ class WorkerFeed:
         self._index = index
         self._worker = worker
         self._model = model
-        self._names = Names(
-            budget or NameBudget.for_blocks(index.max_blocks),
-            lambda block: index.holds(worker, block),
-        )
+        if names is None:
+            budget = budget or NameBudget.for_blocks(index.max_blocks)
+            names = Names(budget, lambda block: index.holds(worker, block))
+        self._names = names
         self._departed: OrderedDict[EngineHash, tuple[BlockHash, BlockHash]] = OrderedDict()
         self._orphans = Orphans(_MAX_WAITING_BLOCKS)
         self._other_groups: set[int] = set()
@@ -141,13 +149,9 @@ class WorkerFeed:
         self.block_size = 0
         self._tell()
 
-    def names(self) -> list[tuple[EngineHash, BlockHash]]:
-        """Return the engine's names of the worker's blocks, with our own."""
-        return list(self._names.items())
-
-    def adopt(self, engine_hash: EngineHash, block: BlockHash) -> bool:
-        """Learn the name of a block that is in the index already; False without room for it."""
-        return self._names.add([engine_hash], [block])
+    def adopt(self, names: list[EngineHash], blocks: list[BlockHash]) -> bool:
+        """Learn the names of blocks that are in the index already; False without room for them."""
+        return self._names.add(names, blocks)
 
     def _forget_blocks(self) -> None:
         self._index.clear(self._worker)
@@ -158,10 +162,11 @@ class WorkerFeed:
         self._changed = {}
 
     def _tell(self) -> None:
-        if self.on_change is not None and (self._was_cleared or self._changed):
-            change = FeedChange(self._was_cleared, self._changed)
+        change = FeedChange(self._was_cleared, self._changed)
+        self._was_cleared = False
+        if self._changed:
             self._changed = {}
-            self._was_cleared = False
+        if self.on_change is not None and (change.cleared or change.blocks):
             self.on_change(change)
 
     def _counts(self, group: int | None, kind: str | None) -> bool:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from prefix_index.blocks import BlockHash
     from prefix_index.events import EventBatch
     from prefix_index.index import Index
-    from prefix_index.names import NameBudget
+    from prefix_index.names import NameBudget, Names
     from prefix_index.receiver import Receiver
 
 # Prompts that are looked for in what comes next. A sample is enough to see that all are missing.
@@ -66,6 +66,7 @@ class Feed:
         last_digest: Digest of the batch before that one.
         receiver: Socket shared with other workers of the address.
         budget: Memory for engine hashes, shared with the pool's other workers.
+        names: Engine hashes that are known already.
         clock: Monotonic seconds.
 
     Attributes:
@@ -89,6 +90,7 @@ class Feed:
         last_digest: int = 0,
         receiver: Receiver | None = None,
         budget: NameBudget | None = None,
+        names: Names | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.restarts = self.misdirected = 0
@@ -104,7 +106,7 @@ class Feed:
         self._awaited: deque[tuple[float, BlockHash, bool]] = deque(maxlen=_MAX_AWAITED)
         self._num_unseen = 0
         self._implausible_before = self._processes_before = 0
-        self.ingest = WorkerFeed(index, worker.id, pool.models[0], budget=budget)
+        self.ingest = WorkerFeed(index, worker.id, pool.models[0], budget=budget, names=names)
         self.subscriber = EventSubscriber(
             events,
             replay,

@@ -23,7 +23,7 @@ from prefix_index.blocks import hash_block
 from prefix_index.events import EngineHash, Event
 from prefix_index.index import Tier
 from prefix_index.ingest import FeedChange
-from prefix_index.names import NAME_BYTES, NameBudget
+from prefix_index.names import NAME_BYTES, NameBudget, Names
 
 B = 4
 TOKENS = list(range(100, 100 + 8 * B))
@@ -373,12 +373,32 @@ def test_changes_are_told_once_a_batch_with_the_names_of_their_blocks() -> None:
     assert changes[2:] == [FeedChange(True, {OURS[0]: 1}), FeedChange(True, {})]
 
 
+def test_what_happened_before_somebody_listens_is_not_told_later() -> None:
+    feed = WorkerFeed(Index(B), "w", "m")
+    feed.apply(EventBatch(1.0, [AllBlocksCleared(), stored(0, 3)]))
+    changes: list[FeedChange] = []
+    feed.on_change = changes.append
+    feed.apply(EventBatch(1.0, [removed(3)]))
+
+    assert changes == [FeedChange(False, {OURS[2]: 3})]
+
+
+def test_a_feed_goes_on_with_the_names_of_the_one_before_it() -> None:
+    index = Index(B)
+    names = Names(NameBudget.for_blocks(100), lambda block: index.holds("w", block))
+    WorkerFeed(index, "w", "m", names=names).apply(EventBatch(1.0, [stored(0, 3)]))
+    second = WorkerFeed(index, "w", "m", names=names)
+    second.apply(EventBatch(1.0, [removed(3), stored(3, 4), removed(2)]))
+
+    assert index.match(OURS) == {"w": Hit(gpu=B)}
+    assert (second.orphans, second.rejected) == (1, 0)
+
+
 def test_an_adopted_name_continues_and_removes_like_one_that_was_announced() -> None:
     index = Index(B)
     index.store("w", OURS[:2], root_hash("m"))
     feed = WorkerFeed(index, "w", "m")
-    for name, block in zip((1, 2), OURS, strict=False):
-        assert feed.adopt(name, block)
+    assert feed.adopt([1, 2], OURS[:2])
     feed.apply(EventBatch(1.0, [stored(2, 3)]))
 
     assert index.match(OURS) == {"w": Hit(gpu=3 * B)}
