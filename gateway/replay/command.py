@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import json
 import sys
-from math import inf
 from pathlib import Path  # noqa: TC003  # typer reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import msgspec
 import typer
 
+from gateway.replay import report
 from gateway.replay.options import (
     OptionError,
     failure,
     load_delay,
     number,
     numbers,
-    scaling,
+    scalings,
     seconds,
 )
 from gateway.replay.presets import load_engine_model
 from gateway.replay.registry import NAMES, PolicyError, check_policy
 from gateway.replay.runs import Setup, capacity, check_fits, run
 from gateway.replay.simulate import Load
-from gateway.replay.summary import Slo, Summary, mean_summary
-from gateway.replay.traces import Trace, TraceError, read_trace
+from gateway.replay.summary import Slo
+from gateway.replay.traces import TraceError, read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from gateway.replay.engine import EngineModel
+    from gateway.replay.summary import Summary
+    from gateway.replay.traces import Trace
 
 # Loads that a plot shows if only one was given, as multiples of it.
 PLOT_LOADS = (0.5, 0.75, 1.0, 1.25)
@@ -116,7 +120,7 @@ def replay(
                 share_every_s=load_delay("--load-delay", load_delay_text),
                 seed=seed,
                 failures=tuple(failure(text, workers) for text in fail or ()),
-                scalings=tuple(scaling(text, workers) for text in scale or ()),
+                scalings=scalings(scale or (), workers),
             ),
             slo=Slo(seconds("--slo-ttft", slo_ttft), seconds("--slo-tpot", slo_tpot)),
             peer_bytes_per_s=number("--peer-pull", peer_pull) * GB if peer_pull else 0.0,
@@ -131,35 +135,35 @@ def replay(
         raise typer.BadParameter(str(error)) from error
     except TraceError as error:
         _fail(error)
-    try:
-        read = read_trace(trace, pool=pool)
-        if read.block_tokens != setup.model.block_tokens:
-            model = msgspec.structs.replace(setup.model, block_tokens=read.block_tokens)
-            setup = msgspec.structs.replace(setup, model=model)
-        check_fits(read, setup.model, trace)
-    except ValueError as error:
-        _fail(error)
+    read, setup = _read(trace, pool, setup)
     for note in read.notes:
         print(f"note: {note}", file=sys.stderr)
     if slo_capacity:
-        _print_capacity(read, policies, setup, as_json=as_json)
+        report.print_capacity({n: capacity(read, n, setup) for n in policies}, as_json=as_json)
         return
-    jobs = [
-        _Job(name, scale_, draw)
-        for scale_ in loads
-        for name in policies
-        for draw in (range(1, draws + 1) if draws else (0,))
-    ]
-    summaries = list(_merged(_run_all(read, jobs, setup, quiet=as_json)))
+    seeds = range(1, draws + 1) if draws else (0,)
+    jobs = [_Job(n, at, draw) for at in loads for n in policies for draw in seeds]
+    summaries = report.merged(_run_all(read, jobs, setup, quiet=as_json))
     if plot is not None:
-        _draw(plot, summaries, read.name)
+        report.draw(plot, summaries, read.name)
     if as_json:
-        print(json.dumps(_document(read, setup, draws, summaries), indent=2))
+        print(json.dumps(report.document(read, setup, draws, summaries), indent=2))
     else:
-        _print_table(summaries)
+        report.print_table(summaries)
 
 
-def _model(name: str, cpu_tokens: int | None, disk_tokens: int | None) -> Any:
+def _read(path: str, pool: str | None, setup: Setup) -> tuple[Trace, Setup]:
+    """Read the trace, and fit the engines' blocks to its grain."""
+    try:
+        trace = read_trace(path, pool=pool)
+        model = msgspec.structs.replace(setup.model, block_tokens=trace.block_tokens)
+        check_fits(trace, model, path)
+    except ValueError as error:
+        _fail(error)
+    return trace, msgspec.structs.replace(setup, model=model)
+
+
+def _model(name: str, cpu_tokens: int | None, disk_tokens: int | None) -> EngineModel:
     try:
         model = load_engine_model(name)
     except ValueError as error:
@@ -186,9 +190,7 @@ def _check_plot(path: Path) -> None:
         raise OptionError(f"--plot: expected FILE.html or FILE.svg, not {path.name!r}")
 
 
-def _run_all(
-    trace: Trace, jobs: list[_Job], setup: Setup, *, quiet: bool
-) -> Iterator[tuple[_Job, Summary]]:
+def _run_all(trace: Trace, jobs: list[_Job], setup: Setup, *, quiet: bool) -> Iterator[Summary]:
     """Run one after the other; the progress bar stands on stderr, if somebody looks at it."""
     from rich.console import Console
     from rich.progress import Progress
@@ -206,72 +208,8 @@ def _run_all(
             load = msgspec.structs.replace(
                 at.load, jitter=job.draw, seed=setup.load.seed + job.draw
             )
-            yield job, run(trace, job.policy, msgspec.structs.replace(at, load=load), progress)
+            yield run(trace, job.policy, msgspec.structs.replace(at, load=load), progress)
             bar.remove_task(task)
-
-
-def _merged(runs: Iterator[tuple[_Job, Summary]]) -> Iterator[Summary]:
-    """Yield the mean over the draws of each policy and load."""
-    same: dict[tuple[str, float], list[Summary]] = {}
-    for job, summary in runs:
-        same.setdefault((job.policy, job.load), []).append(summary)
-    for summaries in same.values():
-        yield mean_summary(summaries)
-
-
-def _document(trace: Trace, setup: Setup, draws: int, summaries: list[Summary]) -> dict[str, Any]:
-    every_s = setup.load.share_every_s
-    return {
-        "trace": {
-            "name": trace.name,
-            "format": trace.format,
-            "requests": len(trace.requests),
-            "notes": trace.notes,
-        },
-        "workers": setup.num_workers,
-        "replicas": setup.load.num_gateways,
-        "load_delay_s": None if every_s == inf else every_s,
-        "draws": draws,
-        "slo": msgspec.to_builtins(setup.slo),
-        "engine_model": msgspec.to_builtins(setup.model),
-        "runs": [msgspec.to_builtins(summary) for summary in summaries],
-    }
-
-
-def _print_table(summaries: list[Summary]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE)
-    for name in ("policy", "load", "TTFT mean s", "p50", "p95", "p99"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
-    for name in ("TPOT ms", "goodput", "hit rate", "GB moved", "lost"):
-        table.add_column(name, justify="right")
-    for s in summaries:
-        table.add_row(
-            *(s.policy, f"{s.load:g}", f"{s.ttft_mean_s:.3f}", f"{s.ttft_p50_s:.3f}"),
-            *(f"{s.ttft_p95_s:.3f}", f"{s.ttft_p99_s:.3f}", f"{1e3 * s.tpot_mean_s:.1f}"),
-            *(f"{s.goodput:.3f}", f"{s.hit_rate:.3f}", f"{s.pulled_gb:.1f}", str(s.num_lost)),
-        )
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-
-
-def _print_capacity(trace: Trace, policies: list[str], setup: Setup, *, as_json: bool) -> None:
-    found = {name: capacity(trace, name, setup) for name in policies}
-    if as_json:
-        print(json.dumps({"capacity": found, "slo": msgspec.to_builtins(setup.slo)}, indent=2))
-        return
-    for name, scale in found.items():
-        print(f"{name}: {'no load meets the objective' if scale is None else f'{scale:.3g}'}")
-
-
-def _draw(path: Path, summaries: list[Summary], name: str) -> None:
-    from gateway.replay.plot import plot_html, plot_svg
-
-    title = f"{name}: TTFT and goodput over load"
-    svg = path.suffix == ".svg"
-    path.write_text(plot_svg(summaries) if svg else plot_html(summaries, title), "utf-8")
 
 
 def _check(path: str, *, as_json: bool) -> int:
@@ -289,6 +227,6 @@ def _check(path: str, *, as_json: bool) -> int:
     return 1 if differences else 0
 
 
-def _fail(error: Exception) -> None:
+def _fail(error: Exception) -> NoReturn:
     print(f"warmlane: {error}", file=sys.stderr)
     raise typer.Exit(1) from error

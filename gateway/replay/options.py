@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from math import inf, isfinite
+from typing import TYPE_CHECKING
 
 from gateway.replay.simulate import Failure, Scaling
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _UNIT_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 _NUMBER = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)
@@ -85,18 +89,30 @@ def failure(text: str, num_workers: int) -> Failure:
     return Failure(seconds("--fail", parts[0]), seconds("--fail", parts[1]), count)
 
 
-def scaling(text: str, num_workers: int) -> Scaling:
-    """Read ``TIME:+WORKERS`` or ``TIME:-WORKERS``.
+def scalings(texts: Sequence[str], num_workers: int) -> tuple[Scaling, ...]:
+    """Read ``TIME:+WORKERS`` and ``TIME:-WORKERS``, in order of time.
+
+    Args:
+        texts: The options.
+        num_workers: Workers at the start; those that join later may go first.
 
     Raises:
-        OptionError: If it is not of that form, or leaves no worker.
+        OptionError: If one is not of that form, or all of them leave no worker.
     """
+    parsed = sorted(map(_scaling, texts))
+    left = num_workers
+    for scaling in parsed:
+        if left + scaling.num_workers < 1:
+            raise OptionError(f"--scale: at most {left - 1} of {left} workers can go")
+        left += scaling.num_workers
+    return tuple(parsed)
+
+
+def _scaling(text: str) -> Scaling:
     at, _, change = text.partition(":")
     if change[:1] not in ("+", "-"):
         raise OptionError(f"--scale: expected TIME:+WORKERS or TIME:-WORKERS, not {text!r}")
     count = whole("--scale", change[1:])
-    if change[0] == "-" and count >= num_workers:
-        raise OptionError(f"--scale: at most {num_workers - 1} of {num_workers} workers can go")
     return Scaling(seconds("--scale", at), count if change[0] == "+" else -count)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from functools import partial
 from math import inf
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
@@ -164,20 +165,20 @@ class Simulation:
             at_s = request.arrival_s
             if load.jitter:
                 at_s = max(0.0, at_s + jitter.uniform(-JITTER_S, JITTER_S))
-            self._at(at_s / load.scale, lambda request=request: self._arrive(request))  # type: ignore[misc]
+            self._at(at_s / load.scale, partial(self._arrive, request))
         for failure in load.failures:
-            self._at(failure.at_s, lambda failure=failure: self._fail(failure))  # type: ignore[misc]
+            self._at(failure.at_s, partial(self._fail, failure))
         for scaling in load.scalings:
-            self._at(scaling.at_s, lambda scaling=scaling: self._rescale(scaling))  # type: ignore[misc]
+            self._at(scaling.at_s, partial(self._rescale, scaling))
         if load.num_gateways > 1 and load.share_every_s < inf:
             for gateway in range(load.num_gateways):
                 first_s = load.share_every_s * gateway / load.num_gateways
-                self._at(first_s, lambda gateway=gateway: self._share(gateway))  # type: ignore[misc]
+                self._at(first_s, partial(self._share, gateway))
 
     def _share(self, gateway: int) -> None:
         now_s = self._fleet.now_s
         self._router.share(gateway, now_s)
-        self._at(now_s + self._load.share_every_s, lambda: self._share(gateway))
+        self._at(now_s + self._load.share_every_s, partial(self._share, gateway))
 
     def _arrive(self, request: Request) -> None:
         gateways = self._load.num_gateways
@@ -213,7 +214,7 @@ class Simulation:
         if next_s != self._scheduled[worker]:
             self._scheduled[worker] = next_s
             if next_s < inf:
-                self._at(next_s, lambda: self._step(worker))
+                self._at(next_s, partial(self._step, worker))
 
     def _step(self, worker: int) -> None:
         if self._scheduled[worker] != self._fleet.now_s:
@@ -245,31 +246,35 @@ class Simulation:
         self._num_open -= 1
         for child in self._children.pop(served.request.row, ()):
             at_s = self._fleet.now_s + child.think_s
-            self._at(at_s, lambda child=child: self._arrive(child))  # type: ignore[misc]
+            self._at(at_s, partial(self._arrive, child))
 
     # -- workers that come and go
 
     def _fail(self, failure: Failure) -> None:
         fleet = self._fleet
-        for worker in list(fleet.routable[: failure.num_workers]):
+        lost: list[Served] = []
+        for worker in fleet.routable[: failure.num_workers]:
             fleet.stop(worker)
             self._scheduled[worker] = inf
             self._router.down(worker, fleet.now_s)
-            lost, self._in_flight[worker] = self._in_flight[worker], {}
-            for served in lost.values():
-                assert served.placement is not None
-                self._router.failed(served.placement, fleet.now_s)
-            self._at(fleet.now_s + failure.down_s, lambda worker=worker: self._recover(worker))  # type: ignore[misc]
-            for served in lost.values():
-                if served.first_token_s is None:
-                    self._send(served)
-                else:
-                    served.is_lost = True
-                    self._end(served)
+            lost += self._in_flight[worker].values()
+            self._in_flight[worker] = {}
+            self._at(fleet.now_s + failure.down_s, partial(self._recover, worker))
+        for served in lost:
+            assert served.placement is not None
+            self._router.failed(served.placement, fleet.now_s)
+            if served.first_token_s is None:
+                self._send(served)
+            else:
+                served.is_lost = True
+                self._end(served)
 
     def _recover(self, worker: int) -> None:
         self._fleet.start(worker)
         self._router.up(worker, self._fleet.now_s)
+        self._send_homeless()
+
+    def _send_homeless(self) -> None:
         homeless, self._homeless = self._homeless, []
         for served in homeless:
             self._send(served)
@@ -281,6 +286,7 @@ class Simulation:
             self._in_flight.append({})
             self._scheduled.append(inf)
             self._router.up(worker, fleet.now_s)
+            self._send_homeless()
         for _ in range(-scaling.num_workers):
             worker = fleet.routable[-1]
             fleet.drain(worker)

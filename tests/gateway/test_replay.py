@@ -47,9 +47,10 @@ def busy(scale: float = 2.0, **load: object) -> Setup:
 @pytest.mark.parametrize("policy", [*NAMES, "dynamo:prefill_load_scale=8", "ours:learn=1"])
 def test_every_policy_serves_every_request_once(policy: str) -> None:
     read = conversation()
+    del read.requests[150:]
     served, _ = play(read, policy, busy())
 
-    assert sorted(one.request.row for one in served) == list(range(400))
+    assert sorted(one.request.row for one in served) == list(range(150))
     for one in served:
         assert one.job is not None
         assert one.arrived_s <= (one.first_token_s or -1) <= (one.job.finished_s or -1)

@@ -151,6 +151,7 @@ def test_the_capacity_is_said_for_each_policy() -> None:
         (("--fail", "3s:4s:x"), "--fail: expected a whole number, not 'x'"),
         (("--scale", "3s:2"), "--scale: expected TIME:+WORKERS or TIME:-WORKERS, not '3s:2'"),
         (("--scale", "3s:-16"), "--scale: at most 15 of 16 workers can go"),
+        (("--scale", "9s:-9", "--scale", "3s:-9"), "--scale: at most 6 of 7 workers can go"),
         (("--policy", "best"), "unknown policy 'best': expected one of ours"),
         (("--policy", "dynamo:x=1"), "dynamo has no setting 'x'"),
         (("--plot", "x.gif"), "--plot: expected FILE.html or FILE.svg, not 'x.gif'"),
