@@ -60,22 +60,22 @@ class Difference(NamedTuple):
 
 
 class Identity:
-    """Keeps asking one worker what it is; used from the event loop only.
+    """Keeps asking one engine what it is; used from the event loop only.
 
     Args:
-        pool: The worker's pool.
-        worker: Gets adapters and fingerprint.
+        pool: Its pool.
+        workers: Its workers, one for each rank; get adapters and fingerprint. May change.
         upstream: Its connections.
     """
 
-    def __init__(self, pool: Pool, worker: Worker, upstream: Upstream) -> None:
+    def __init__(self, pool: Pool, workers: Sequence[Worker], upstream: Upstream) -> None:
         self._pool = pool
-        self._worker = worker
+        self._workers = workers
         self._upstream = upstream
         self._tokenizer: str | None = None
 
     def restarted(self) -> None:
-        """Ask everything anew: the worker's process is another one."""
+        """Ask everything anew: the engine's process is another one."""
         self._tokenizer = None
 
     async def check(self, kv_dtype: str = "") -> None:
@@ -87,14 +87,12 @@ class Identity:
         document = await fetch_models(self._upstream)
         if document is None:
             return
-        take_adapters(self._pool, self._worker, document)
         if self._tokenizer is None and self._pool.engine == "runner":
             self._tokenizer = await _fetch_tokenizer(self._upstream)
-        tell(
-            self._pool,
-            self._worker,
-            Fingerprint(weights_of(document), self._tokenizer or "", kv_dtype),
-        )
+        fingerprint = Fingerprint(weights_of(document), self._tokenizer or "", kv_dtype)
+        for worker in self._workers:
+            take_adapters(self._pool, worker, document)
+            tell(self._pool, worker, fingerprint)
 
 
 def weights_of(document: object) -> str:

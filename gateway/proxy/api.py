@@ -159,7 +159,7 @@ class Api:
         record.stream = document.get("stream") is True
         if self.trusted_peers and (transport := exchange.transport) is not None:
             peer = transport.get_extra_info("peername")
-            record.tenant = self.trusted_peers.tenant(exchange.headers, peer)
+            record.tenant = self.trusted_peers.tenant(exchange.head.raw, peer)
         inbound = Inbound(
             surface, document, exchange.headers, model, record.tenant, record.request_id
         )

@@ -6,11 +6,11 @@ Source: RFC 9110, 7.6.1 (hop-by-hop fields and those that ``connection`` names).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
 from ipaddress import IPv6Address, ip_address, ip_network
 
-from gateway.errors import HeadTooLarge
+from gateway.errors import HeadTooLarge, InvalidRequest
 
 RawPairs = Iterable[tuple[bytes, bytes]]
 
@@ -19,10 +19,10 @@ _HOP_BY_HOP = frozenset(
     b" transfer-encoding upgrade".split()
 )
 # Set anew towards the worker; or answered here (expect); or a switch of the gateway's own; or the
-# gateway's own choice (a worker's rank, and where it fetches KV from).
+# gateway's own choice (a worker's rank, where it fetches KV from), or not to be believed (tenant).
 _NOT_FORWARDED = _HOP_BY_HOP | frozenset(
     b"host content-length expect accept-encoding content-encoding x-request-id"
-    b" x-warmlane-explain x-data-parallel-rank x-kv-cache-source-host-port".split()
+    b" x-warmlane-explain x-data-parallel-rank x-kv-cache-source-host-port x-tenant-id".split()
 )
 # Framing and request id are this side's.
 _NOT_RETURNED = _HOP_BY_HOP | frozenset((b"content-length", b"x-request-id"))
@@ -32,6 +32,9 @@ _PLAIN_CONNECTION = frozenset((b"", b"keep-alive", b"close"))
 _random = random.Random()
 # Long enough for any tracing scheme, short enough for a log line.
 MAX_REQUEST_ID_CHARS = 128
+TENANT_HEADER = b"x-tenant-id"
+# A tenant is a label of metrics and a part of every key.
+MAX_TENANT_CHARS = 128
 # Names are chosen by clients, so what is remembered of them must end somewhere.
 _MAX_KNOWN_NAMES = 1000
 
@@ -72,17 +75,25 @@ class TrustedPeers:
     def __bool__(self) -> bool:
         return bool(self._networks)
 
-    def tenant(self, headers: Mapping[str, str], peer: object) -> str:
+    def tenant(self, raw: RawPairs, peer: object) -> str:
         """Return the tenant that a request names, if its peer may name one; else empty.
 
         Args:
-            headers: The request's, by lower-case name.
+            raw: The request's headers as sent.
             peer: The connection's ``peername``: (host, port, ...), or None once it is lost.
+
+        Raises:
+            InvalidRequest: If a peer that may name one names several, or one unfit for logs.
         """
-        if not isinstance(peer, tuple):
+        if not isinstance(peer, tuple) or not self._trusts(str(peer[0])):
             return ""
-        tenant = headers.get("x-tenant-id", "").strip()
-        return tenant if tenant and self._trusts(str(peer[0])) else ""
+        given = [value.strip() for name, value in raw if name.lower() == TENANT_HEADER]
+        if not given or given == [b""]:
+            return ""
+        tenant = given[0].decode("latin-1")
+        if len(given) > 1 or len(tenant) > MAX_TENANT_CHARS or not _is_one_name(tenant):
+            raise InvalidRequest("Expected one x-tenant-id with one tenant.", code="bad_tenant")
+        return tenant
 
     def _is_in(self, host: str) -> bool:
         try:
@@ -93,6 +104,10 @@ class TrustedPeers:
         if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
             address = address.ipv4_mapped
         return any(address in network for network in self._networks)
+
+
+def _is_one_name(text: str) -> bool:
+    return text.isascii() and text.isprintable() and "," not in text
 
 
 def request_id_from(given: str | None) -> str:

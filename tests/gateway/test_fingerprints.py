@@ -163,7 +163,7 @@ async def test_a_worker_is_asked_what_it_is_and_again_after_a_restart() -> None:
     worker = pool.workers["w0"]
     async with RawEngine(served) as engine:
         upstream = Upstream(engine.url)
-        identity = Identity(pool, worker, upstream)
+        identity = Identity(pool, [worker], upstream)
         for _ in range(2):
             await identity.check("fp16")
         first = Fingerprint.from_text(worker.fingerprint)
@@ -183,7 +183,7 @@ async def test_an_engine_that_tells_nothing_is_like_the_others() -> None:
     tell(pool, pool.workers["w0"], A)
     async with RawEngine(lambda _: answer(b"not here", 404)) as engine:
         upstream = Upstream(engine.url)
-        await Identity(pool, pool.workers["w1"], upstream).check()
+        await Identity(pool, [pool.workers["w1"]], upstream).check()
         upstream.close()
 
     assert pool.workers["w1"].fingerprint == ""

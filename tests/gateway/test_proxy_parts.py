@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.errors import HeadTooLarge, MalformedAnswer
+from gateway.errors import HeadTooLarge, InvalidRequest, MalformedAnswer
 from gateway.proxy.encoding import Inflater
 from gateway.proxy.headers import TrustedPeers, request_id_from, to_client, to_worker
 from gateway.proxy.retry import MAX_SAVED, RetryBudget
@@ -40,7 +40,9 @@ def test_a_workers_host_header_is_its_clients_business_and_its_framing_is_not() 
     assert to_client([], b"") == b""
 
 
-@pytest.mark.parametrize("name", [b"X-Data-Parallel-Rank", b"x-kv-cache-source-host-port"])
+@pytest.mark.parametrize(
+    "name", [b"X-Data-Parallel-Rank", b"x-kv-cache-source-host-port", b"X-Tenant-Id"]
+)
 def test_what_only_the_gateway_may_say_to_a_worker_is_not_passed_on(name: bytes) -> None:
     assert lines_of(to_worker([(name, b"1")], None, 1000)) == [b"accept-encoding: identity"]
 
@@ -67,9 +69,20 @@ def test_a_tenant_is_believed_only_from_configured_peers(
 ) -> None:
     peers = TrustedPeers(networks)
 
-    assert peers.tenant({"x-tenant-id": " acme "}, peer) == expected
-    assert peers.tenant({}, peer) == peers.tenant({"x-tenant-id": " "}, peer) == ""
+    assert peers.tenant([(b"X-Tenant-Id", b" acme ")], peer) == expected
+    assert peers.tenant([], peer) == peers.tenant([(b"x-tenant-id", b" ")], peer) == ""
     assert bool(peers) is bool(networks)
+
+
+@pytest.mark.parametrize("values", [[b"a", b"b"], [b"a, b"], [b"x" * 200], [b"\xff"], [b"a\tb"]])
+def test_several_tenants_or_an_odd_one_are_refused_from_a_trusted_peer_alone(
+    values: list[bytes],
+) -> None:
+    raw = [(b"x-tenant-id", value) for value in values]
+
+    assert TrustedPeers(["10.0.0.0/8"]).tenant(raw, ("127.0.0.1", 5)) == ""
+    with pytest.raises(InvalidRequest, match="one tenant"):
+        TrustedPeers(["127.0.0.0/8"]).tenant(raw, ("127.0.0.1", 5))
 
 
 def test_header_lines_are_bounded() -> None:
