@@ -133,6 +133,16 @@ def _of_pool(pool: dict[str, Any]) -> Iterator[Finding]:
             f"the index holds {pool['blocks']} of {pool['max_blocks']} blocks",
             "Raise index.max_blocks.",
         )
+    shared = pool.get("shared") or {}
+    if shared.get("is_up") is False:
+        down_s = shared.get("down_s")
+        since = "" if down_s is None else f" for {down_s:.0f} s"
+        yield Finding(
+            "shared_index_down",
+            name,
+            f"Redis has not answered{since}: gateways share neither index nor load",
+            "Look at the server of index.url; requests are served meanwhile.",
+        )
 
 
 def _of_worker(worker: dict[str, Any]) -> Iterator[Finding]:

@@ -78,16 +78,16 @@ def pool_row(fleet: Fleet, pool: Pool, shared: dict[str, Any] | None) -> dict[st
         worker.id: fleet.index_state(worker) | {"parity": fleet.parity_of(worker)}
         for worker in pool.workers.values()
     }
-    shared = dict(shared or {})
-    for worker_id, held in shared.pop("workers", {}).items():
+    told = dict(shared or {})
+    for worker_id, held in told.pop("workers", {}).items():
         if worker_id in states:
             states[worker_id]["shared"] = held
     return {
         "pool": pool.name,
         "models": list(pool.models),
         "engine": pool.engine,
-        "backend": "redis" if shared else "memory",
-        "shared": shared or None,
+        "backend": "memory" if shared is None else "redis",
+        "shared": None if shared is None else told,
         "reads_prompts": pool.reader is not None,
         "block_size": None if index is None else index.block_size,
         "blocks": 0 if index is None else index.num_blocks,

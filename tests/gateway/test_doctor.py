@@ -34,6 +34,7 @@ TOTALS = {
     "failed": 0,
     "window_s": 600.0,
 }
+NO_MISSES: dict[str, Any] = {"causes": [], "totals": TOTALS}
 TOOLS = [tool(name) for name in ("search_docs", "read_file", "create_ticket", "send_mail")]
 RULES = "Orders: " + HANDBOOK.replace("refunds", "orders")
 GUIDE = "Travel: " + HANDBOOK.replace("refunds of class", "trips of kind")
@@ -262,6 +263,7 @@ POOLS = {
     "no_tokenizer": {"reads_prompts": False, "block_size": None, "blocks": 0, "max_blocks": None},
     "unread_prompts": {"unread_prompts": {"TemplateRefusedError": 3}},
     "index_full": {"blocks": 960},
+    "shared_index_down": {"shared": {"is_up": False, "down_s": 4.0}},
 }
 
 
@@ -290,6 +292,13 @@ HARMLESS = {
 }
 
 
+@pytest.mark.parametrize("shared", [None, {}, {"is_up": True, "down_s": None}], ids=str)
+def test_a_shared_index_that_is_there_is_no_finding(shared: dict[str, Any] | None) -> None:
+    diagnosis = diagnose([worker_row()], [pool_row(shared=shared)], NO_MISSES)
+
+    assert diagnosis.is_healthy
+
+
 @pytest.mark.parametrize("changes", HARMLESS.values(), ids=HARMLESS)
 def test_what_is_harmless_is_no_finding(changes: dict[str, Any]) -> None:
     diagnosis = diagnose([worker_row(**changes)], [pool_row()], {"causes": [], "totals": TOTALS})
@@ -297,7 +306,6 @@ def test_what_is_harmless_is_no_finding(changes: dict[str, Any]) -> None:
     assert diagnosis.is_healthy
 
 
-NO_MISSES: dict[str, Any] = {"causes": [], "totals": TOTALS}
 TIERED = {"blocks": {"gpu": 100, "cpu": 7, "disk": 9}}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
@@ -16,22 +15,20 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.scrape import Scrape
 from gateway.fleet.watch import Watch
 from gateway.routing.cost import CostModel, prefill_s
-from gateway.routing.dispatch import Dispatcher, Inbound, Outcome, Plan, Ticket, Usage
-from gateway.routing.learner import Learner
-from gateway.routing.pool import Pool
+from gateway.routing.dispatch import Inbound, Outcome, Plan, Ticket, Usage
 from gateway.worth.account import (
     MAX_DOCUMENTS,
     MAX_LISTED,
     MAX_TENANTS,
-    WorthAccount,
 )
 from gateway.worth.advice import separate_pools
 from gateway.worth.group import WINDOW_S, Group, Rate, Use
 from gateway.worth.rows import merge_reports, row_of
 from gateway.worth.rule import MANAGEMENT_S, MIN_REQUESTS, Terms, Verdict, judge
 from gateway.worth.seen import MAX_PROMPT_GRAINS, SeenPrefixes
-from gateway.worth.tier import MIN_RESTORES, write_per_read
-from tests.gateway.routing_parts import H100, Clock, hold, ids, make_pool
+from gateway.worth.tier import write_per_read
+from tests.gateway.routing_parts import H100
+from tests.gateway.worth_parts import FAST, Shop, asks
 
 # A document of 8,000 tokens asked for 20 times an hour on an H100, with a CPU tier at 25 GB/s.
 DOCUMENT = Terms(
@@ -202,71 +199,6 @@ def test_the_memory_of_prefixes_is_bounded_and_keeps_beginnings() -> None:
 # --- the account ---------------------------------------------------------------------------------
 
 
-class Fixed(Learner):
-    """Constants that nothing changes."""
-
-    def _update(self) -> None:
-        return
-
-
-class Shop:
-    """A pool whose attempts are finished at once and accounted."""
-
-    def __init__(self, *, model: CostModel | None = H100, **options: Any) -> None:
-        self.clock = Clock()
-        self.pool: Pool = make_pool(2, model=model)
-        for worker in self.pool.workers.values():
-            worker.learner = Fixed(model)
-        self.account = WorthAccount(clock=self.clock, **options)
-        self.routes = Dispatcher(
-            [self.pool], clock=self.clock, seed=1, on_finish=self.account.observe
-        )
-
-    async def serve(
-        self,
-        inbound: Inbound,
-        *,
-        tenant: str = "acme",
-        outcome: Outcome = Outcome.OK,
-        hold_at: str | None = None,
-    ) -> tuple[Plan, Ticket]:
-        inbound.tenant = tenant
-        plan = await self.routes.plan(self.pool, inbound, in_full=True)
-        ticket = self.routes.admit(plan, self.routes.choose(plan))
-        self.clock.now_s += 0.5
-        ticket.finish(outcome, Usage(plan.num_tokens, 5, ticket.predicted_hit_tokens))
-        if hold_at is not None:
-            hold(self.pool, hold_at, plan.prompt)
-        return plan, ticket
-
-    async def restore_some(self) -> None:
-        """Have a CPU tier give something back, so that its speed is known."""
-        index = self.pool.index
-        assert index is not None
-        plan, _ = await self.serve(asks("warm-up", 0), tenant="warm-up")
-        assert plan.prompt is not None
-        for worker in self.pool.workers:
-            index.store(worker, plan.prompt.block_hashes, plan.prompt.root, tier="cpu")
-        for _ in range(MIN_RESTORES):
-            await self.serve(asks("warm-up", 0), tenant="warm-up")
-
-    def row(self, view: str, **named: str) -> dict[str, Any]:
-        rows = [r for r in self.account.report()[view] if named.items() <= r.items()]
-        assert len(rows) == 1, rows
-        return rows[0]
-
-
-def document(name: str, tokens: int = 4096) -> list[int]:
-    return [Random(name).randrange(200) for _ in range(tokens)]
-
-
-def asks(name: str, number: int, **body: Any) -> Inbound:
-    """A question about a document, with the document's name as a hint."""
-    inbound = ids([*document(name), *document(f"{name} {number}", 200)], **body)
-    inbound.headers = {"x-document-id": name}
-    return inbound
-
-
 async def test_terms_are_priced_with_the_workers_own_constants() -> None:
     shop = Shop()
     for number in range(10):
@@ -285,7 +217,6 @@ async def test_terms_are_priced_with_the_workers_own_constants() -> None:
     assert row["verdict"] == shop.row("pools")["verdict"] == shop.row("tenants")["verdict"]
 
 
-FAST = CostModel(3.25e-5, 1.17e-9, 0.004, 5.2e-8, restore_cpu_tokens_per_s=191_000.0)
 SLOW = CostModel(3.25e-5, 1.17e-9, 0.004, 5.2e-8, restore_cpu_tokens_per_s=10_000.0)
 
 

@@ -22,7 +22,7 @@ from gateway.worth.offload import MEMBERS
 from gateway.worth.rows import row_of
 from gateway.worth.rule import MANAGEMENT_S, MIN_REQUESTS, Terms
 from gateway.worth.worth import Worth
-from tests.gateway.test_worth import Shop, asks
+from tests.gateway.worth_parts import Shop, asks
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "worth.md").read_text("utf-8")
 (ROW,) = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)]
