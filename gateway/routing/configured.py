@@ -78,6 +78,7 @@ def _route(config: RouteConfig, pool: Pool, name: str) -> Route:
         (reuse[0] or 0, 1 if reuse[1] is None else reuse[1]),
         any(bound is not None for bound in (*tokens, *reuse)),
         None if offload is None else offload.max_offload_tokens,
-        None if offload is None else offload.scope,
+        # Left out, it is the pool's, not the default of a pool.
+        offload.scope if offload is not None and "scope" in offload.model_fields_set else None,
         name,
     )

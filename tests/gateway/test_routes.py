@@ -223,7 +223,7 @@ CONFIG: dict[str, Any] = {
             "pool": "c",
             "offload": {"max_offload_tokens": 0, "scope": "history"},
         },
-        {"match": {"model": "m"}, "pool": "b"},
+        {"match": {"model": "m"}, "pool": "b", "offload": {"max_offload_tokens": 5}},
     ],
     "tenants": [{"name": "t", "weight": 3, "priority": -2}],
 }
@@ -247,7 +247,8 @@ def test_a_configuration_reaches_pools_routes_gate_and_roll_out() -> None:
         *(True, 0),
         "history",
     )
-    assert (second.is_by_class, second.model, second.max_offload_tokens) == (False, "m", None)
+    assert (second.is_by_class, second.model, second.max_offload_tokens) == (False, "m", 5)
+    assert (second.offload_scope, second.name) == (None, "routes[1]")
 
 
 @given(
