@@ -172,7 +172,8 @@ class Index:
         """Return the leading hit of each worker that has one.
 
         O(different hit lengths x log(len(hashes))) look-ups; for workers that hold blocks outside
-        GPU memory also one step per run of blocks that were stored together.
+        GPU memory also one step per run of blocks that were stored together, up to 128 runs; the
+        tiers of what lies before them are sampled.
 
         Args:
             hashes: A prompt's chain from its first block; pass the ``usable_blocks`` only.

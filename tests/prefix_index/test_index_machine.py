@@ -346,3 +346,18 @@ def test_a_bound_that_falls_is_met_again_by_the_next_stores() -> None:
         index.store(f"w{k % 3}", chain(k, *range(10)), ROOTS[0])
 
     assert index.num_blocks <= 500
+
+
+def test_a_chain_stored_block_by_block_between_others_is_split_by_samples() -> None:
+    index = Index(BLOCK_SIZE)
+    blocks = chain(*range(1, 2001))
+    for at, block in enumerate(blocks):
+        index.store("other", chain(at, 0), ROOTS[1])
+        index.store(
+            "w", [block], blocks[at - 1] if at else ROOTS[0], "cpu" if at >= 1000 else "gpu"
+        )
+
+    hit = index.match(blocks)["w"]
+
+    assert hit.total == 2000 * BLOCK_SIZE
+    assert abs(hit.gpu - hit.cpu) <= 2 * 2000 // 64 * BLOCK_SIZE
