@@ -96,6 +96,8 @@ def unpack_state(value: object) -> State:
     if not isinstance(value, bytes) or len(value) <= HASH_BYTES or value[0] > _MAX_FLAG:
         raise SharedValueError("no block state")
     flag, parent, rest = value[0], value[1 : 1 + HASH_BYTES], value[1 + HASH_BYTES :]
+    if flag == _BYTES and 0 < len(rest) <= _MAX_NAME_BYTES:  # the common case
+        return State(parent, 1, rest)
     copies = 1
     if flag & _HAS_COPIES:
         if len(rest) < _U64.size:

@@ -73,10 +73,21 @@ class Leases:
         self.holder = holder
         self._link = link
         self._pool = pool
+        # Made once: a look-up needs them all.
+        self._keys: dict[str, list[str]] = {}
 
     def keys(self, worker: str) -> list[str]:
         """Return the keys of a worker: lease, meta, state."""
-        return [self._link.key(self._pool, kind, worker) for kind in ("lease", "meta", "state")]
+        keys = self._keys.get(worker)
+        if keys is None:
+            kinds = ("lease", "meta", "state")
+            keys = [self._link.key(self._pool, kind, worker) for kind in kinds]
+            self._keys[worker] = keys
+        return keys
+
+    def forget(self, worker: str) -> None:
+        """A worker is no more."""
+        self._keys.pop(worker, None)
 
     @property
     def stream(self) -> str:

@@ -54,7 +54,6 @@ _START_GRACE_S: Final = 1.0
 # A state that cannot be read is deleted, for its holder to write anew; not more often than this, so
 # that two versions that disagree do not keep each other busy.
 _HEAL_EVERY_S: Final = 30.0
-_YIELD_EVERY_DELTAS: Final = 4
 
 
 class PoolReplica:
@@ -168,6 +167,8 @@ class PoolReplica:
         for worker in list(self._removed):
             await self.leases.remove(worker, pack_head(Head(is_reset=True)))
             self._removed.discard(worker)
+            if worker not in self.views:
+                self.leases.forget(worker)
         if not self.tail.is_started:
             await self.tail.start()
         before = {worker: view.applied for worker, view in self.views.items()}
@@ -280,13 +281,12 @@ class PoolReplica:
             await self.tail.start()
             self._num_outages = num_outages
         entries = await self.tail.read()
-        for number, (entry_id, fields) in enumerate(entries, start=1):
+        for entry_id, fields in entries:
             try:
                 self._take(entry_id, fields)
             except SharedValueError:
                 self.decode_errors += 1
-            if number % _YIELD_EVERY_DELTAS == 0:
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)
 
     def _take(self, entry_id: bytes, fields: dict[bytes, bytes]) -> None:
         view = self.views.get(field(fields, b"w").decode("utf-8", "replace"))

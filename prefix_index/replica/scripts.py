@@ -142,21 +142,35 @@ return had
 
 # KEYS: states of workers. ARGV: hashes of a chain, one after the other.
 # Says how many leading blocks each worker has, by bisection: a worker's blocks leave last first.
+# Workers tend to have the same part of a chain, so the end of the last one's is looked at first.
 LOOKUP: Final = Script("""
-local chain, answers = ARGV[1], {}
+local chain, answers, blocks = ARGV[1], {}, {}
 local number = #chain / 16
+local guess = number
 for i = 1, #KEYS do
+  local key = KEYS[i]
+  local function has(at)
+    local block = blocks[at]
+    if not block then
+      block = string.sub(chain, at * 16 - 15, at * 16)
+      blocks[at] = block
+    end
+    return redis.call('HEXISTS', key, block) == 1
+  end
   local low, high = 0, number + 1
-  if redis.call('HEXISTS', KEYS[i], string.sub(chain, 1, 16)) == 1 then
+  if has(1) then
     low = 1
+    if guess > 1 then
+      if has(guess) then low = guess else high = guess end
+    end
+    if low < number and low + 1 < high and low == guess and not has(low + 1) then
+      high = low + 1
+    end
     while high - low > 1 do
       local middle = math.floor((low + high) / 2)
-      if redis.call('HEXISTS', KEYS[i], string.sub(chain, middle * 16 - 15, middle * 16)) == 1 then
-        low = middle
-      else
-        high = middle
-      end
+      if has(middle) then low = middle else high = middle end
     end
+    guess = low
   end
   answers[i] = low
 end

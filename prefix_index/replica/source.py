@@ -24,8 +24,8 @@ class Source(Protocol):
     def clear(self) -> None:
         """Forget the worker's blocks and their names."""
 
-    def adopt(self, name: EngineHash, block: BlockHash) -> None:
-        """Learn the engine's name of a block that is in the index."""
+    def adopt(self, names: list[EngineHash], blocks: list[BlockHash]) -> None:
+        """Learn the engine's names of blocks that are, or will be, in the index."""
 
     def names(self) -> Iterable[EngineHash]:
         """Return a copy of the names that are known."""

@@ -10,8 +10,8 @@ from prefix_index.replica.link import BLOCK_S, answer
 if TYPE_CHECKING:
     from prefix_index.replica.link import Link
 
-# Entries per read; each is applied in a millisecond at most.
-_READ_ENTRIES: Final = 64
+# Entries per read; each is applied in two milliseconds at most.
+_READ_ENTRIES: Final = 32
 _START: Final = b"0-0"
 
 Fields = dict[bytes, bytes]

@@ -9,9 +9,7 @@ from prefix_index.replica.codec import Head, SharedValueError, entry_order, unpa
 from prefix_index.replica.publication import Publication
 
 if TYPE_CHECKING:
-    from prefix_index.blocks import BlockHash
     from prefix_index.index import Index
-    from prefix_index.replica.codec import State
     from prefix_index.replica.source import Source
 
 # hold: it reads the events and publishes. tail: it takes what the holder publishes. alone: it reads
@@ -150,18 +148,6 @@ class View:
         elif self.role == "tail" and not self.needs_load:
             self.apply(entry)
 
-    def put(self, block: BlockHash, state: State) -> None:
-        """Write one block.
-
-        Raises:
-            SharedValueError: If it is its own parent.
-        """
-        if block == state.parent:
-            raise SharedValueError("a block is its own parent")
-        self._index.set_copies(self.worker, block, state.parent, state.copies)
-        if state.copies and state.name is not None:
-            self.source.adopt(state.name, block)
-
     def apply(self, entry: Entry) -> None:
         """Write a delta, if it is the next one.
 
@@ -176,9 +162,16 @@ class View:
         self.source.set_silent(entry.head.is_silent)
         if entry.head.is_reset:
             self.source.clear()
+        names, named = [], []
         try:
             for block, state in unpack_delta(entry.data):
-                self.put(block, state)
+                if block == state.parent:
+                    raise SharedValueError("a block is its own parent")
+                self._index.set_copies(self.worker, block, state.parent, state.copies)
+                if state.name is not None:
+                    names.append(state.name)
+                    named.append(block)
+            self.source.adopt(names, named)
         except SharedValueError:
             self.needs_load = True
             raise

@@ -103,8 +103,8 @@ class EngineSource:
     def clear(self) -> None:
         self.feed.clear()
 
-    def adopt(self, name: EngineHash, block: BlockHash) -> None:
-        self.feed.adopt(name, block)
+    def adopt(self, names: list[EngineHash], blocks: list[BlockHash]) -> None:
+        self.feed._names.add(names, blocks)
 
     def names(self) -> list[EngineHash]:
         return [name for name, _ in self.feed._names.items()]

@@ -60,9 +60,9 @@ class WorkerSource:
         self._index.clear(self._worker.id)
         self._names.clear()
 
-    def adopt(self, name: EngineHash, block: BlockHash) -> None:
-        """Learn the engine's name of a block that is in the index."""
-        self._names.add([name], [block])
+    def adopt(self, names: list[EngineHash], blocks: list[BlockHash]) -> None:
+        """Learn the engine's names of blocks that are, or will be, in the index."""
+        self._names.add(names, blocks)
 
     def names(self) -> Iterable[EngineHash]:
         """Return a copy of the names that are known."""
