@@ -68,6 +68,8 @@ class Following:
             return feed
         index = pool.index
         assert index is not None, "a pool without an index has nothing to put events into"
+        if not first_sequence:
+            index.clear(worker.id)  # else what is replayed would count twice
         if self._receivers is None:
             self._context = zmq.asyncio.Context()
             self._receivers = Receivers(self._context)
