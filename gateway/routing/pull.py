@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gateway.routing.cost import STORE, Estimate, work_s
+from gateway.routing.cost import STORE, Estimate, prefill_s, work_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ def with_sources(
     output_tokens: float,
     sources: Sequence[Source],
 ) -> Estimate:
-    """Return the cheapest way for a candidate to get what it lacks.
+    """Return the quickest way for a candidate to get what it lacks.
 
     Args:
         own: What it costs with its own tiers alone (``estimate_s``).
@@ -68,33 +68,45 @@ def with_sources(
         output_tokens: Mean completion length of the pool.
         sources: Who could hand over more.
     """
-    best = own
-    if own.restore_s > 0.0 and own.hit_tokens == c.hit_tokens:
-        other = _priced(own, c, model, prompt_tokens, output_tokens, c.hit_gpu, 0.0)
-        if other.cost < best.cost:
-            best = other
-            best.source, best.restore_link_s = "recompute", 0.0
+    wait_s = own.queue_s
+    quickest_s = wait_s + own.restore_s + own.prefill_s
+    best: Source | None = None
+    tokens, pull_s, link_s = own.hit_tokens, 0.0, 0.0
+    is_recomputed = False
     # All of its own restore, backlog included; both transfers run side by side.
-    own_restore_s = 0.0
+    restore_s = 0.0
     if own.restore_link_s:
-        own_restore_s = own.restore_link_s + max(0.0, c.restore_until_s - now_s)
+        restore_s = own.restore_link_s + max(0.0, c.restore_until_s - now_s)
+        if own.hit_tokens == c.hit_tokens:
+            total_s = wait_s + prefill_s(model, max(1, prompt_tokens - c.hit_gpu), prompt_tokens)
+            if total_s < quickest_s:
+                quickest_s, is_recomputed, tokens = total_s, True, c.hit_gpu
     for source in sources:
-        tokens = min(source.tokens, prompt_tokens - 1)
-        pulled = tokens - own.hit_tokens
+        reached = min(source.tokens, prompt_tokens - 1)
+        pulled = reached - own.hit_tokens
         if pulled < MIN_PULL_TOKENS or source.worker == c.worker:
             continue
-        link_s = pulled / pull_rate(c, model, source.worker)
-        backlog_s = max(source.busy_until_s, c.in_busy_until_s) - now_s
-        pull_s = PULL_LATENCY_S + link_s + (backlog_s if backlog_s > 0.0 else 0.0)
-        late_s = max(pull_s, own_restore_s) - own.queue_s
-        other = _priced(
-            own, c, model, prompt_tokens, output_tokens, tokens, late_s if late_s > 0.0 else 0.0
-        )
-        if other.cost < best.cost:
-            best = other
-            best.source = source_name(source.worker)
-            best.pull_tokens, best.pull_link_s = pulled, link_s
-    return best
+        this_link_s = pulled / pull_rate(c, model, source.worker)
+        this_pull_s = PULL_LATENCY_S + this_link_s
+        busy_until_s = max(source.busy_until_s, c.in_busy_until_s)
+        if busy_until_s > now_s:
+            this_pull_s += busy_until_s - now_s
+        total_s = max(wait_s, this_pull_s, restore_s)
+        total_s += prefill_s(model, prompt_tokens - reached, prompt_tokens)
+        if total_s < quickest_s:
+            quickest_s, best, tokens = total_s, source, reached
+            pull_s, link_s = this_pull_s, this_link_s
+    if best is not None:
+        late_s = max(0.0, pull_s - wait_s, restore_s - wait_s)
+        estimate = _priced(own, c, model, prompt_tokens, output_tokens, tokens, late_s)
+        estimate.source = source_name(best.worker)
+        estimate.pull_tokens, estimate.pull_link_s = tokens - own.hit_tokens, link_s
+        return estimate
+    if is_recomputed:
+        estimate = _priced(own, c, model, prompt_tokens, output_tokens, tokens, 0.0)
+        estimate.source, estimate.restore_link_s = "recompute", 0.0
+        return estimate
+    return own
 
 
 def _priced(
@@ -108,11 +120,11 @@ def _priced(
 ) -> Estimate:
     """Price a candidate with other hit tokens; memory and eviction stay: blocks need room."""
     uncached = max(1, prompt_tokens - hit_tokens)
-    prefill, shared, others = work_s(c, model, uncached, prompt_tokens, output_tokens)
-    cost = own.queue_s + prefill + shared + restore_s + others + own.memory_s + own.eviction_s
+    own_s, shared_s, others_s = work_s(c, model, uncached, prompt_tokens, output_tokens)
+    cost = own.queue_s + own_s + shared_s + restore_s + others_s + own.memory_s + own.eviction_s
     return Estimate(
         c.worker, hit_tokens, uncached, cost * c.bias + c.overdue_s,
-        own.queue_s, prefill, shared, restore_s, others, own.memory_s, own.eviction_s,
+        own.queue_s, own_s, shared_s, restore_s, others_s, own.memory_s, own.eviction_s,
         own.restore_link_s,
     )  # fmt: skip
 
