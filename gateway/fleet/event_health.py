@@ -29,6 +29,9 @@ MAX_BARREN_BATCHES = 64
 MAX_IMPLAUSIBLE = 3
 # Prompts in a row of which the worker announced other blocks than the ones we sent.
 MAX_UNSEEN_PROMPTS = 3
+# Answers in a row that report less than half of what events claimed. Single ones are evictions
+# between routing and prefill.
+MAX_OVERCLAIMS = 5
 # Where what comes may never tell that a doubt is over, events get another trial after a while.
 TRIAL_AFTER_S = 300.0
 
@@ -46,6 +49,7 @@ class EventHealth(StrEnum):
     IMPLAUSIBLE = "kv_events_implausible"
     BLOCK_SIZE = "kv_events_block_size"
     MISMATCH = "kv_events_mismatch"
+    OVERCLAIM = "kv_events_overclaim"
     WITHOUT_SALT = "kv_events_without_salt"
     WRONG_RANK = "kv_events_wrong_rank"
 
@@ -61,13 +65,21 @@ EFFECTS = {
     EventHealth.MISMATCH: "events come but not of the prompts that are sent there; check "
     "kv_events and kv_topic",
     EventHealth.BLOCK_SIZE: "its block size is not the pool's",
+    EventHealth.OVERCLAIM: "its answers report far fewer cached tokens than its events claim",
     EventHealth.WITHOUT_SALT: "its events omit the salt of requests that have one",
     EventHealth.WRONG_RANK: "events of another data-parallel rank come here; check the order of "
     "kv_events",
 }
 
 
-ON_TRIAL = frozenset({EventHealth.IMPLAUSIBLE, EventHealth.MISMATCH, EventHealth.WITHOUT_SALT})
+ON_TRIAL = frozenset(
+    {
+        EventHealth.IMPLAUSIBLE,
+        EventHealth.MISMATCH,
+        EventHealth.OVERCLAIM,
+        EventHealth.WITHOUT_SALT,
+    }
+)
 
 
 def cures(doubt: EventHealth, batch: EventBatch, block_size: int) -> bool:
@@ -78,7 +90,7 @@ def cures(doubt: EventHealth, batch: EventBatch, block_size: int) -> bool:
         batch: What came now.
         block_size: The pool's.
     """
-    if doubt in (EventHealth.IMPLAUSIBLE, EventHealth.MISMATCH):
+    if doubt in ON_TRIAL - {EventHealth.WITHOUT_SALT}:
         return False  # a new process is believed again, or after a while on trial
     stored = [event for event in batch.events if isinstance(event, BlockStored)]
     if doubt is EventHealth.USELESS:

@@ -20,6 +20,7 @@ from gateway.fleet.event_health import (
     EFFECTS,
     MAX_BARREN_BATCHES,
     MAX_IMPLAUSIBLE,
+    MAX_OVERCLAIMS,
     MAX_SILENCE_S,
     MAX_UNDECODABLE,
     MAX_UNSEEN_PROMPTS,
@@ -104,7 +105,7 @@ class Feed:
         self._owed_since_s: float | None = None
         # (when, first block, whether it is salted) of prompts that no event has shown yet.
         self._awaited: deque[tuple[float, BlockHash, bool]] = deque(maxlen=_MAX_AWAITED)
-        self._num_unseen = 0
+        self._num_unseen = self._num_overclaims = 0
         self._implausible_before = self._processes_before = 0
         self.ingest = WorkerFeed(index, worker.id, pool.models[0], budget=budget, names=names)
         self.subscriber = EventSubscriber(
@@ -174,6 +175,15 @@ class Feed:
         """The worker computed this beginning of a prompt: it must be among what it announces."""
         if self._worker.mode == "exact" and not self._index.holds(self._worker.id, first_block):
             self._awaited.append((self._clock(), first_block, is_salted))
+
+    def saw_hit(self, *, predicted_tokens: int, observed_tokens: int) -> None:
+        """Compare what its events made us expect with the cached tokens that it reported."""
+        if not predicted_tokens or self._worker.mode != "exact":
+            return
+        is_over = 2 * observed_tokens < predicted_tokens
+        self._num_overclaims = self._num_overclaims + 1 if is_over else 0
+        if self._num_overclaims >= MAX_OVERCLAIMS:
+            self._stop_believing(EventHealth.OVERCLAIM)
 
     def check(self) -> None:
         """Stop believing a worker that should have spoken, or been understood; once a second."""
@@ -259,7 +269,7 @@ class Feed:
 
     def _trust_again(self) -> None:
         self._doubt = None
-        self._num_unseen = 0
+        self._num_unseen = self._num_overclaims = 0
         self._awaited.clear()
         self._implausible_before = self.ingest.implausible
         self.ingest.barren = 0

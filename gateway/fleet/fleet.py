@@ -20,6 +20,7 @@ from gateway.fleet.parity import ParityCheck
 from gateway.fleet.prompts import PoolPrompts
 from gateway.fleet.reset import reset_cache
 from gateway.fleet.watch import Watch
+from gateway.routing.outcome import Outcome, is_comparable
 from gateway.routing.pool import Pool
 from gateway.upstream.client import Upstream
 
@@ -122,9 +123,16 @@ class Fleet:
         if parity is not None:
             parity.finished(plan, ticket)
         feed = self.feeds.get(ticket.worker.id)
-        if feed is not None and ticket.outcome == "ok" and plan.prompt and plan.prompt.block_hashes:
-            is_salted = bool(plan.inbound.body.get("cache_salt"))
+        if feed is None or ticket.outcome != Outcome.OK:
+            return
+        body = plan.inbound.body
+        if plan.prompt is not None and plan.prompt.block_hashes:
+            is_salted = bool(body.get("cache_salt"))
             feed.saw_prompt(plan.prompt.block_hashes[0], is_salted=is_salted)
+        observed = ticket.observed_hit_tokens
+        # Workers that never report any are not asked to report many.
+        if observed is not None and ticket.worker.reports_cached and is_comparable(body):
+            feed.saw_hit(predicted_tokens=ticket.predicted_hit_tokens, observed_tokens=observed)
 
     def follow(
         self,

@@ -14,7 +14,8 @@ import pytest
 from gateway.config import Settings
 from gateway.fleet.event_health import EventHealth
 from gateway.fleet.fleet import Fleet
-from gateway.routing.dispatch import Dispatcher
+from gateway.routing.dispatch import Dispatcher, Outcome
+from gateway.routing.outcome import Usage
 from gateway.routing.pool import Pool
 from prefix_index import BlockStored, Index, hash_blocks, root_hash
 from tests.gateway.feed_parts import Telling, fed, telling
@@ -77,6 +78,11 @@ class Shop:
     def hits(self, chain: Sequence[bytes] = OURS) -> dict[str, int]:
         """Return the leading blocks of a chain that each worker is credited with."""
         return {worker: hit.total // BLOCK for worker, hit in self.index.match(chain).items()}
+
+    async def has_read(self, worker: int) -> None:
+        """Wait until everything that a worker published was taken."""
+        feed, last = self.fleet.feeds[f"w{worker + 1}"], self.publishers[worker].sequence - 1
+        await poll_until(lambda: feed.subscriber.last_sequence == last)
 
     async def credits(self, **hits: int) -> None:
         """Wait until these are exactly the hits of IDS."""
@@ -272,6 +278,33 @@ async def test_r29_an_engine_that_says_a_size_and_sends_another_is_not_paired() 
         assert index is not None
         worker.take(BlockStored([1], None, list(range(16)), 528))
         assert (index.num_blocks, worker.feed.ingest.implausible) == (0, 1)
+
+
+async def test_r35_a_worker_that_reports_far_less_than_was_predicted_loses_its_bonus() -> None:
+    async with shop(2) as s:
+        s.routes = Dispatcher(s.fleet.pools, seed=0, on_finish=s.fleet.finished)
+        plan = await s.routes.plan(s.pool, chat("q", system=HANDBOOK), in_full=True)
+        assert plan.prompt is not None
+        tokens, num_blocks = list(plan.prompt.token_ids), plan.num_tokens // BLOCK
+        every = {"token_ids": tokens[: num_blocks * BLOCK], "block_hashes": [*range(num_blocks)]}
+        await s.publish(0, {**stored(1), **every})
+        await poll_until(lambda: "w1" in s.hits(plan.prompt.block_hashes))  # type: ignore[union-attr]
+        s.pool.workers["w1"].reports_cached = True
+        for _ in range(8):
+            again = await s.routes.plan(s.pool, chat("q", system=HANDBOOK), in_full=True)
+            decision = s.routes.choose(again)
+            if decision.worker != "w1":
+                break
+            ticket = s.routes.admit(again, decision)
+            ticket.first_token()
+            ticket.finish(Outcome.OK, Usage(again.num_tokens, 5, 0))
+            # The engine stores what it computed, as its events say each time.
+            await s.publish(0, {**stored(1), **every})
+            await s.has_read(0)
+
+        # Either it was avoided at last, or nothing is claimed for it any more.
+        hits = {c.worker: c.hit_tokens for c in decision.input.candidates}
+        assert hits["w1"] <= plan.num_tokens // 2
 
 
 async def test_r37_an_endpoint_that_is_gone_for_a_moment_keeps_its_blocks() -> None:

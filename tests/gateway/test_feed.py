@@ -9,13 +9,14 @@ import pytest
 
 from gateway.fleet.event_health import (
     MAX_BARREN_BATCHES,
+    MAX_OVERCLAIMS,
     MAX_SILENCE_S,
     MAX_UNSEEN_PROMPTS,
     SHOW_ERROR_S,
     TRIAL_AFTER_S,
     EventHealth,
 )
-from prefix_index import AllBlocksCleared, BlockRemoved
+from prefix_index import AllBlocksCleared, BlockRemoved, root_hash
 from prefix_index.events import Event
 from tests.gateway.feed_parts import OURS, TOKENS, Fed, fed, stored
 from tests.gateway.routing_parts import BLOCK
@@ -121,7 +122,7 @@ async def test_a_worker_that_keeps_contradicting_itself_is_modelled_until_it_res
     async with fed() as worker:
         other = worker.pool.index
         assert other is not None
-        other.store("w1", OURS[:4], OURS[0])
+        other.store("w1", OURS[:4], root_hash("m"))
         worker.take(stored(0, 3))
         worker.take(lie(0))
         worker.take(lie(1))
@@ -221,6 +222,26 @@ async def test_salted_prompts_are_believed_again_once_an_event_has_a_salt() -> N
 
         worker.take(stored(0, 1, extra_keys=[["tenant-a"]]))
         assert worker.mode() == "exact"
+
+
+async def test_a_worker_that_keeps_reporting_less_than_its_events_claim_is_modelled() -> None:
+    async with fed() as worker:
+        worker.take(stored(0, 3))
+        for _ in range(2):
+            for _ in range(MAX_OVERCLAIMS - 1):
+                worker.feed.saw_hit(predicted_tokens=1000, observed_tokens=499)
+            # One answer as expected, and the ones before were evictions.
+            worker.feed.saw_hit(predicted_tokens=1000, observed_tokens=500)
+        assert worker.mode() == "exact"
+        for _ in range(MAX_OVERCLAIMS):
+            worker.feed.saw_hit(predicted_tokens=0, observed_tokens=0)
+        assert worker.mode() == "exact"  # nothing was claimed
+
+        for _ in range(MAX_OVERCLAIMS):
+            worker.feed.saw_hit(predicted_tokens=1000, observed_tokens=0)
+        assert (worker.mode(), worker.health()) == ("approximate", EventHealth.OVERCLAIM)
+        worker.take(stored(0, 3))
+        assert worker.mode() == "approximate"
 
 
 async def test_events_of_another_rank_are_not_this_ranks_blocks() -> None:
