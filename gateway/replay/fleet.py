@@ -49,9 +49,10 @@ class Placement:
         token: The router's own entry, handed back to it.
         pull: What is to be transferred first; None = nothing.
         predicted_hit_tokens: Hit tokens the router counted on.
+        is_urgent: The other gateways should hear of it at once.
     """
 
-    __slots__ = ("predicted_hit_tokens", "pull", "token", "worker")
+    __slots__ = ("is_urgent", "predicted_hit_tokens", "pull", "token", "worker")
 
     def __init__(
         self,
@@ -60,11 +61,13 @@ class Placement:
         *,
         pull: Pull | None = None,
         predicted_hit_tokens: int = 0,
+        is_urgent: bool = False,
     ) -> None:
         self.worker = worker
         self.token = token
         self.pull = pull
         self.predicted_hit_tokens = predicted_hit_tokens
+        self.is_urgent = is_urgent
 
 
 class Router(Protocol):

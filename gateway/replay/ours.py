@@ -6,6 +6,7 @@ Nothing is imitated: a request is planned with the hashes of the trace, chosen f
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +14,7 @@ import msgspec
 
 from gateway.replay.fleet import Placement, Pull
 from gateway.replay.residency import ROOT, worker_id
+from gateway.replicas.leads import SharedPending
 from gateway.routing.cost import STORE
 from gateway.routing.dispatch import Dispatcher, Inbound, Outcome, Plan, Ticket, Usage
 from gateway.routing.learner import Learner
@@ -100,6 +102,8 @@ class OursRouter:
         self._can_pull = can_pull
         self._peers_reach = peers_reach
         self._now_s = 0.0
+        self._leading: set[int] = set()
+        self._told_leads = [0] * len(hub.views)
         self.pools = [self._pool(gateway) for gateway in range(len(hub.views))]
         rng = Random(seed)
         self._dispatchers = [
@@ -120,11 +124,14 @@ class OursRouter:
             decision = without_term(decision, self._without)
         ticket = dispatcher.admit(plan, decision)
         estimate = decision.estimate()
+        is_urgent = gateway in self._leading
+        self._leading.discard(gateway)
         return Placement(
             int(estimate.worker[1:]),
             _Token(plan, ticket),
             pull=self._pull(estimate),
             predicted_hit_tokens=estimate.hit_tokens,
+            is_urgent=is_urgent,
         )
 
     def first_token(self, placement: Placement, now_s: float) -> None:
@@ -193,6 +200,16 @@ class OursRouter:
         """Tell the other gateways."""
         books = {name: worker.books for name, worker in self.pools[gateway].workers.items()}
         self._hub.say(gateway, books, now_s)
+        leads = self.pools[gateway].pending
+        assert isinstance(leads, SharedPending)
+        if leads.num_changes == self._told_leads[gateway]:
+            return
+        self._told_leads[gateway] = leads.num_changes
+        announced = leads.announced()
+        for other, pool in enumerate(self.pools):
+            if other != gateway:
+                assert isinstance(pool.pending, SharedPending)
+                pool.pending.told(str(gateway), announced, pool.workers)
 
     def _forbid_peers(self) -> None:
         """Have all workers know that nothing comes from another worker."""
@@ -209,6 +226,7 @@ class OursRouter:
         pool.index = self._fleet.events.index
         if len(self._hub.views) > 1:
             pool.others = self._hub.views[gateway]
+            pool.pending = SharedPending(partial(self._leading.add, gateway))
         return pool
 
     def _plan(self, pool: Pool, request: Request) -> Plan:

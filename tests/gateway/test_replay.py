@@ -19,9 +19,7 @@ from gateway.replay.runs import Setup, capacity, check_fits, play, run
 from gateway.replay.shared_load import Hub
 from gateway.replay.simulate import Failure, Load, Scaling, Served, Simulation
 from gateway.replay.summary import Slo, mean_summary
-from gateway.routing.books import Books
 from gateway.routing.choose import choose
-from gateway.routing.others import WorkerLoad
 from tests.gateway.replay_parts import (
     agentic,
     chain,
@@ -215,51 +213,6 @@ def test_a_history_forgets_the_deepest_block_of_the_oldest_prompt() -> None:
     assert history.index.match(chain(1, 9))["w0"].total == 2 * 4_000_000
     history.clear(0)
     assert history.index.match(chain(1)) == {}
-
-
-# -- several gateways
-
-
-def test_a_gateway_sees_the_others_as_they_spoke_last_and_itself_as_it_is() -> None:
-    hub = Hub(3, is_shared=True)
-    books = [{"w0": Books(SIZE), "w1": Books(SIZE)} for _ in range(3)]
-    for gateway, own in enumerate(books):
-        charge = own["w0"].charge(
-            1.0, prompt_tokens=100 * (gateway + 1), uncached_tokens=50, prefill_s=0.25
-        )
-        hub.say(gateway, own, 2.0 + gateway)
-        if gateway == 1:
-            own["w0"].first_token(charge, 9.0)
-
-    assert hub.views[0].of("w0") == WorkerLoad(2, 100, 0.5, 200 + 300 + 2 * 200, 1.0, 0.0)
-    assert hub.views[0].of("w1") is None
-    assert hub.views[0].age_s(5.0) == 2.0
-    assert hub.views[1].age_s(5.0) == 3.0
-    hub.say(1, books[1], 10.0)
-    assert hub.views[0].of("w0") == WorkerLoad(2, 50, 0.25, 900, 9.0, 0.0)
-    assert len(hub.views[0]) == 2
-
-
-def test_unshared_load_is_of_unknown_age_and_a_single_gateway_has_no_others() -> None:
-    assert Hub(2, is_shared=False).views[0].age_s(0.0) == inf
-    assert Hub(1, is_shared=True).views[0].age_s(1e9) == 0.0
-
-
-@pytest.mark.parametrize("policy", ["ours", "least_requests", "dynamo"])
-def test_load_shared_often_is_worth_more_than_load_shared_never(policy: str) -> None:
-    read = conversation()
-    ttfts = [
-        run(
-            read,
-            policy,
-            setup(4, load=Load(scale=4.0, num_gateways=8, share_every_s=every_s, seed=1)),
-        ).ttft_mean_s
-        for every_s in (0.05, inf)
-    ]
-    alone = run(read, policy, setup(4, load=Load(scale=4.0))).ttft_mean_s
-
-    assert ttfts[0] < ttfts[1]
-    assert ttfts[0] < 1.5 * alone
 
 
 # -- moving KV
