@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from gateway.telemetry.decision_log import GRAIN_TOKENS, DecisionLine, hashed_key
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gateway.routing.plan import Plan
     from gateway.routing.ticket import Ticket
+    from gateway.telemetry.decision_log import DecisionLog
 
 
 def decision_line(
@@ -47,3 +51,33 @@ def decision_line(
         observed_hit_tokens=ticket.observed_hit_tokens,
         outcome="" if outcome is None else outcome.value,
     )
+
+
+class DecisionLogger:
+    """Logs every finished attempt; event loop only.
+
+    Args:
+        log: Where lines go.
+        clock: Monotonic seconds, the dispatcher's.
+        clock_unix: Seconds since 1970.
+        secret: For ``hashed_key``.
+    """
+
+    def __init__(
+        self,
+        log: DecisionLog,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        clock_unix: Callable[[], float] = time.time,
+        secret: bytes = b"",
+    ) -> None:
+        self._log = log
+        self._clock = clock
+        self._clock_unix = clock_unix
+        self._secret = secret
+
+    def finished(self, plan: Plan, ticket: Ticket) -> None:
+        """Log an attempt; for the dispatcher's ``on_finish``. About 6 us; never waits."""
+        offset_s = self._clock_unix() - self._clock()
+        line = decision_line(plan, ticket, unix_offset_s=offset_s, secret=self._secret)
+        self._log.add(line, len(ticket.decision.input.candidates))

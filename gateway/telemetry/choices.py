@@ -24,7 +24,7 @@ class Choices:
     def __init__(self, make: Factory) -> None:
         self._sources = make.counter(
             "warmlane_sources",
-            "Requests by where the tokens came from that the worker did not hold on its device",
+            "Requests by where the KV of their prefix was to come from: own, recompute, peer, store",
             *("pool", "source"),
         )
         self._pulls = make.counter(

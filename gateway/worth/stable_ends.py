@@ -33,6 +33,9 @@ MAX_SIBLINGS = 4
 # Prompts looked at per second over a long time, and at once. One takes 10 to 60 ms of a thread.
 LOOKS_PER_S = 2.0
 BURST = 32
+# Longer prompts are not looked at: the offsets of 100k tokens come in one piece, and the event loop
+# would wait 100 ms for it.
+MAX_PROMPT_TOKENS = 32_768
 # A conversation is looked at this often: its beginning does not change, whatever it says next.
 MAX_LOOKS = 2
 MAX_LOOKED_AT = 8192
@@ -83,6 +86,8 @@ class StableEnds:
         """
         prompt = plan.prompt
         if prompt is None or plan.inbound.surface != "chat":
+            return
+        if prompt.num_tokens > MAX_PROMPT_TOKENS:
             return
         known = max(
             quick_stable_tokens(plan, "knowledge"),

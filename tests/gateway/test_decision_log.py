@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.routing.choose import Decision
-from gateway.routing.decision_line import decision_line
-from gateway.routing.dispatch import Outcome, Plan, Usage
+from gateway.routing.decision_line import DecisionLogger, decision_line
+from gateway.routing.dispatch import Dispatcher, Outcome, Plan, Usage
 from gateway.routing.explain import decide_again, explain_json
 from gateway.telemetry.decision_log import (
     AppendFile,
@@ -139,6 +139,22 @@ async def test_a_line_tells_what_was_predicted_and_what_came() -> None:
     assert line.blocks == [plan.prompt.block_hashes[at].hex() for at in ends]
     assert len(line.blocks) == plan.num_tokens // 512 > 1
     assert line.block_grain_tokens == 512
+
+
+async def test_lines_tell_the_wall_clock_of_the_decision(tmp_path: Path) -> None:
+    pool, clock = make_pool(2), Clock()
+    log = DecisionLog(str(tmp_path / "log"))
+    logger = DecisionLogger(log, clock=clock, clock_unix=lambda: clock() + 5e8, secret=b"s")
+    routes = Dispatcher([pool], clock=clock, on_finish=logger.finished)
+    plan = await routes.plan(pool, chat("hello"))
+    ticket = routes.admit(plan, routes.choose(plan))
+    clock.now_s += 9.0
+    ticket.finish(Outcome.OK)
+    log.close()
+
+    (line,) = lines_of(tmp_path / "log")
+    assert line.t_unix_s == 5e8 + 1000.0
+    assert line.session == hashed_key(plan.key.ring_key, b"s")
 
 
 async def test_requests_of_one_session_share_its_hash_and_nothing_else_does() -> None:

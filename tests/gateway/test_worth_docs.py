@@ -16,6 +16,7 @@ from gateway.doctor_table import table
 from gateway.routing.dispatch import Outcome
 from gateway.telemetry.record import RequestRecord
 from gateway.telemetry.requests import Telemetry
+from gateway.unsupported import unsupported
 from gateway.worth.account import WorthAccount
 from gateway.worth.metrics import WorthCollector
 from gateway.worth.offload import MEMBERS
@@ -64,6 +65,7 @@ def test_the_configuration_on_the_page_is_one() -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     settings = Settings.model_validate(yaml.safe_load(text))
 
+    assert not unsupported(settings)[0]
     worth = Worth(settings)
     assert worth._capped == {"chat"}
     assert worth._tenant_caps == {"batch": 2048}
