@@ -24,7 +24,7 @@ class Choices:
     def __init__(self, make: Factory) -> None:
         self._sources = make.counter(
             "warmlane_sources",
-            "Requests by where the KV of their prefix was to come from: own, recompute, peer, store",
+            "Requests by where the KV of their prefix was to come from",
             *("pool", "source"),
         )
         self._pulls = make.counter(
