@@ -42,8 +42,8 @@ _TIER_OF_MEDIUM: Final[dict[str, Tier]] = {
 }
 # Blocks that left, kept by name: an offload event may announce their lower copy just afterwards.
 _MAX_DEPARTED_BLOCKS: Final = 4096
-# Blocks of waiting events, and what happens to them meanwhile: 16 MiB of tokens in blocks of 64.
-_MAX_WAITING_BLOCKS: Final = 65_536
+# Events that wait for their parents: some 50,000 blocks of 64 tokens, a GPU's whole cache.
+_MAX_WAITING_BYTES: Final = 16 * 2**20
 # KV cache groups that are not full attention; hybrid models have under ten.
 _MAX_OTHER_GROUPS: Final = 64
 
@@ -107,7 +107,7 @@ class WorkerFeed:
             names = Names(budget, lambda block: index.holds(worker, block))
         self._names = names
         self._departed: OrderedDict[EngineHash, tuple[BlockHash, BlockHash]] = OrderedDict()
-        self._orphans = Orphans(_MAX_WAITING_BLOCKS)
+        self._orphans = Orphans(_MAX_WAITING_BYTES)
         self._other_groups: set[int] = set()
         self._was_cleared = False
         self._changed: dict[BlockHash, EngineHash | None] = {}

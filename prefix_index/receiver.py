@@ -19,11 +19,12 @@ import zmq.asyncio
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Live batches that may queue in the socket; the publishers' own default bound.
-QUEUE_BATCHES: Final = 100_000
+# Live batches that may queue in the socket: what the publishers' buffers still have, so that
+# dropping more is repaired.
+QUEUE_BATCHES: Final = 10_000
 # What a worker may have waiting here while its replay runs: minutes of a busy engine's events.
 # Beyond it all of it is dropped, which is a gap like any other.
-MAX_WAITING_BYTES: Final = 64 * 2**20
+MAX_WAITING_BYTES: Final = 32 * 2**20
 # A message that is larger is refused by the transport before memory is taken for it, and its
 # connection closed. Far above what a batch may have, which is counted instead.
 MAX_MESSAGE_BYTES: Final = 64 * 2**20

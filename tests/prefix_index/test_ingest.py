@@ -130,7 +130,7 @@ def test_a_thousand_orphans_in_a_row_attach_at_once() -> None:
 
 
 def test_orphans_whose_parent_never_comes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefix_index.ingest._MAX_WAITING_BLOCKS", 10)
+    monkeypatch.setattr("prefix_index.ingest._MAX_WAITING_BYTES", 10_000)
     index = Index(B)
     feed = WorkerFeed(index, "w", "m")
     names = count(1000)
@@ -138,8 +138,33 @@ def test_orphans_whose_parent_never_comes_are_bounded(monkeypatch: pytest.Monkey
         hashes: list[EngineHash] = [next(names), next(names)]
         feed.apply(EventBatch(1.0, [BlockStored(hashes, parent, TOKENS[: 2 * B], B)]))
 
-    assert feed.waiting == 5
-    assert (feed.orphans, feed.rejected) == (50, 45)
+    assert 5 < feed.waiting < 30
+    assert feed.orphans == 50
+    assert feed.rejected == 50 - feed.waiting
+    # The newest are the ones that wait.
+    feed.apply(EventBatch(1.0, [stored(0, 1, block_hashes=[49])]))
+    assert index.num_blocks == 3
+
+
+def test_what_happens_to_waiting_blocks_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefix_index.ingest._MAX_WAITING_BYTES", 10_000)
+    feed = WorkerFeed(Index(B), "w", "m")
+    feed.apply(EventBatch(1.0, [stored(4, 5)]))
+    for _ in range(1000):
+        feed.apply(EventBatch(1.0, [removed(5), stored(4, 5, token_ids=[], block_size=0)]))
+
+    assert feed._orphans.num_bytes <= 10_000
+
+
+def test_groups_that_do_not_count_are_bounded() -> None:
+    feed = WorkerFeed(Index(B), "w", "m")
+    for group in range(1000):
+        feed.apply(
+            EventBatch(1.0, [stored(0, 1, group_idx=group, kv_cache_spec_kind="sliding_window")])
+        )
+
+    assert len(feed._other_groups) <= 64
+    assert feed.stored == 0
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "mla_attention", "sink_full_attention", None])
