@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # Multiples of 2**-20 s add and subtract exactly, as in the product.
 _GRAIN_PER_S = float(1 << 20)
+_NOTHING = WorkerLoad()
 
 
 class Hub:
@@ -40,22 +41,23 @@ class Hub:
         said = self.said[gateway]
         self.said_s[gateway] = now_s
         for worker, book in books.items():
-            old = said.get(worker)
-            if old is None:
-                if not book.in_flight:
-                    continue
-                old = WorkerLoad()
-            queued_s = round(book.queued_s * _GRAIN_PER_S) / _GRAIN_PER_S
-            new = WorkerLoad(
-                book.in_flight,
-                book.queued_tokens,
-                queued_s,
-                book.context_tokens,
-                book.progress_at_s,
-                book.restore_until_s,
-            )
-            if new == old:
+            load, old = book.load, said.get(worker, _NOTHING)
+            if (
+                load.in_flight == old.in_flight
+                and load.queued_tokens == old.queued_tokens
+                and load.context_tokens == old.context_tokens
+                and load.progress_at_s == old.progress_at_s
+                and load.restore_until_s == old.restore_until_s
+            ):
                 continue
+            new = WorkerLoad(
+                load.in_flight,
+                load.queued_tokens,
+                round(load.queued_s * _GRAIN_PER_S) / _GRAIN_PER_S,
+                load.context_tokens,
+                load.progress_at_s,
+                load.restore_until_s,
+            )
             said[worker] = new
             total = self.total.get(worker)
             if total is None:
