@@ -102,9 +102,9 @@ class View:
         self, holder: Holder, block: BlockHash, parent: BlockHash, copies: int, stamp: int
     ) -> None:
         """Give a worker exactly these copies of a block, at least one."""
-        (slot,), is_chain = self.blocks.chain([block], parent, stamp)
+        slot, is_below = self.blocks.place(block, parent, stamp)
         self.set(holder, slot, copies)
-        if not is_chain:
+        if not is_below:
             self.blocks.drop_unused(self.blocks.find(parent))
 
     def take(self, holder: Holder, hashes: Iterable[BlockHash], tier: Tier) -> None:
@@ -187,10 +187,7 @@ class View:
             move[1] += 1
             if after == EMPTY:
                 self.blocks.release(slot)
-        for after, num_blocks in moves.values():
-            states.enter(after, num_blocks)
-        for before, (_, num_blocks) in moves.items():
-            states.leave(before, num_blocks)
+        states.move_all(moves)
         return end
 
     def _add_chain(self, holder: Holder, slots: list[int], tier: Tier, *, seen: bool) -> None:
@@ -228,29 +225,34 @@ class View:
     def _show_below(self, holder: Holder, slot: int) -> None:
         """Make the held descendants of a block visible."""
         held, visible, bit = self.states.held, self.states.visible, holder.bit
-        pending = self.blocks.children(slot)
-        while pending and holder.num_hidden:
-            slot = pending.pop()
-            state = self.blocks.state[slot]
-            if held[state] & bit and not visible[state] & bit:
-                self._turn(holder, slot, visible=True)
-                holder.num_hidden -= 1
-                pending += self.blocks.children(slot)
+        slot_states = self.blocks.state
+        moves: dict[int, list[int]] = {}
+        pending = [slot]
+        while pending:
+            for child in self.blocks.children(pending.pop()):
+                state = slot_states[child]
+                if held[state] & bit and not visible[state] & bit:
+                    self._turn(moves, bit, child, visible=True)
+                    pending.append(child)
+        holder.num_hidden -= self.states.move_all(moves)
 
     def _hide_below(self, holder: Holder, slot: int) -> None:
         """Make the descendants of a block invisible."""
-        visible, bit = self.states.visible, holder.bit
-        pending = self.blocks.children(slot)
+        visible, bit, slot_states = self.states.visible, holder.bit, self.blocks.state
+        moves: dict[int, list[int]] = {}
+        pending = [slot]
         while pending:
-            slot = pending.pop()
-            if visible[self.blocks.state[slot]] & bit:
-                self._turn(holder, slot, visible=False)
-                holder.num_hidden += 1
-                pending += self.blocks.children(slot)
+            for child in self.blocks.children(pending.pop()):
+                if visible[slot_states[child]] & bit:
+                    self._turn(moves, bit, child, visible=False)
+                    pending.append(child)
+        holder.num_hidden += self.states.move_all(moves)
 
-    def _turn(self, holder: Holder, slot: int, *, visible: bool) -> None:
-        before = self.blocks.state[slot]
-        copies = self.states.copies(before, holder.bit)
-        after = self.states.put(before, holder.bit, copies, visible=visible)
-        self.states.move(before, after)
-        self.blocks.state[slot] = after
+    def _turn(self, moves: dict[int, list[int]], bit: int, slot: int, *, visible: bool) -> None:
+        states, before = self.states, self.blocks.state[slot]
+        move = moves.get(before)
+        if move is None:
+            copies = states.copies(before, bit)
+            move = moves[before] = [states.put(before, bit, copies, visible=visible), 0]
+        self.blocks.state[slot] = move[0]
+        move[1] += 1

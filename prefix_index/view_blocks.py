@@ -124,7 +124,7 @@ class Blocks:
         if lengths != {HASH_BYTES}:
             raise ValueError(f"a block hash has {HASH_BYTES} bytes, not {sorted(lengths)}")
         above = self.find(parent) or self._add_parent(parent)
-        # The inner loop of ingest: ``find``, ``_add_parent`` and ``_link`` written out.
+        # The inner loop of ingest: ``find``, ``_add`` and ``_link`` written out.
         tags, chain, heads, stamps = self._tags, self._chain, self._heads, self.stamp
         parents, children, joined, keys = self.parent, self.child, self.joined, self._keys
         is_key, wide, num_heads = keys.startswith, self._wide, len(heads)
@@ -167,6 +167,23 @@ class Blocks:
         self._num_used += num_new
         self._widen()
         return slots, is_chain
+
+    def place(self, block: BlockHash, parent: BlockHash, stamp: int) -> tuple[int, bool]:
+        """Find or make the slot of one block: ``chain`` of hashes that were checked."""
+        above = self.find(parent) or self._add_parent(parent)
+        slot = self.find(block)
+        is_below = True
+        if not slot:
+            slot = self._add(block)
+            self._link(slot, above)
+        elif self.parent[slot] != above:
+            is_below = not self.parent[slot] and self.state[slot] == EMPTY
+            if is_below:
+                self._link(slot, above)
+        self.stamp[slot] = stamp
+        if self._num_used > len(self._heads):
+            self._widen()
+        return slot, is_below
 
     def children(self, slot: int) -> list[int]:
         """Return the children of a block or ghost (not of a root), the youngest first."""
@@ -232,6 +249,12 @@ class Blocks:
             self._drop(slot)
 
     def _add_parent(self, block: BlockHash) -> int:
+        slot = self._add(block)
+        if is_root(block):
+            self.state[slot] = ROOT
+        return slot
+
+    def _add(self, block: BlockHash) -> int:
         slot = self._free or self._grow()
         self._free = self._chain[slot]
         _pack_key(self._keys, slot << _KEY_SHIFT, block)
@@ -240,8 +263,6 @@ class Blocks:
         bucket = self._bucket(tag)
         self._chain[slot] = self._heads[bucket]
         self._heads[bucket] = slot
-        if is_root(block):
-            self.state[slot] = ROOT
         return slot
 
     def _drop(self, slot: int) -> None:

@@ -70,6 +70,17 @@ class States:
         self.enter(after, 1)
         self.leave(before, 1)
 
+    def move_all(self, moves: dict[int, list[int]]) -> int:
+        """Note moves, ``before -> [after, number of blocks]``, and return how many blocks moved.
+
+        To be called once they are all made: only now states without blocks are forgotten.
+        """
+        for after, num_blocks in moves.values():
+            self.enter(after, num_blocks)
+        for before, (_, num_blocks) in moves.items():
+            self.leave(before, num_blocks)
+        return sum(num_blocks for _, num_blocks in moves.values())
+
     def enter(self, state: int, num_blocks: int) -> None:
         """Note that blocks came into a state."""
         self._num_blocks[state] += num_blocks
