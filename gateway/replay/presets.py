@@ -12,6 +12,7 @@ import msgspec
 
 from gateway.replay.engine import EngineModel
 from gateway.routing.cost import CostModel
+from gateway.routing.learner import slowest
 
 # One H100 SXM: dense bf16 FLOP/s, and the share of 3.35 TB/s that weights and KV are read at.
 _H100_FLOPS = 989e12
@@ -55,11 +56,24 @@ LLAMA_70B: Final = EngineModel(
 PRESETS: Final = {"8b": LLAMA_8B, "70b": LLAMA_70B}
 
 
+class _Worker(msgspec.Struct):
+    """What ``GET /admin/v1/workers`` says of a worker, as far as it matters here."""
+
+    cost: CostModel | None = None
+    capacity_tokens: int | None = None
+    cpu_capacity_tokens: int | None = None
+
+
+class _Workers(msgspec.Struct):
+    workers: list[_Worker]
+
+
 def load_engine_model(name: str) -> EngineModel:
     """Return a preset, or the engine model in a JSON file.
 
     Args:
-        name: ``8b``, ``70b``, or the path of a JSON file with the fields of ``EngineModel``.
+        name: ``8b``, ``70b``, or the path of a JSON file: the fields of ``EngineModel``, or the
+            answer of ``GET /admin/v1/workers``.
 
     Raises:
         ValueError: If the file cannot be read or a value is not possible; says which.
@@ -67,7 +81,9 @@ def load_engine_model(name: str) -> EngineModel:
     if name in PRESETS:
         return PRESETS[name]
     try:
-        model = msgspec.json.decode(Path(name).read_bytes(), type=EngineModel)
+        data = Path(name).read_bytes()
+        is_answer = isinstance(raw := msgspec.json.decode(data), dict) and "workers" in raw
+        model = _learned(data, name) if is_answer else msgspec.convert(raw, EngineModel)
     except OSError as error:
         known = ", ".join(PRESETS)
         raise ValueError(f"{name}: expected {known} or a JSON file: {error.strerror}") from error
@@ -75,6 +91,23 @@ def load_engine_model(name: str) -> EngineModel:
         raise ValueError(f"{name}: {error}") from error
     check_engine_model(model, name)
     return model
+
+
+def _learned(data: bytes, name: str) -> EngineModel:
+    """Return what a live gateway has learned: of several workers, the slowest and smallest.
+
+    Its fixed seconds of a step hold the read of the weights, so there is no other floor.
+    """
+    workers = msgspec.json.decode(data, type=_Workers).workers
+    known = [w for w in workers if w.cost is not None and w.capacity_tokens]
+    cost = slowest([w.cost for w in known if w.cost is not None])
+    if cost is None:
+        raise ValueError(f"{name}: no worker has both cost constants and a capacity yet")
+    return EngineModel(
+        cost,
+        gpu_tokens=min(w.capacity_tokens or 0 for w in known),
+        cpu_tokens=min(w.cpu_capacity_tokens or 0 for w in known),
+    )
 
 
 def check_engine_model(model: EngineModel, name: str) -> None:

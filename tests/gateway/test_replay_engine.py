@@ -300,6 +300,30 @@ def test_an_engine_model_is_read_from_a_file(tmp_path: object) -> None:
     assert load_engine_model(path) == LLAMA_8B
 
 
+def test_a_live_gateways_answer_is_an_engine_model_of_its_slowest_worker(tmp_path: object) -> None:
+    rows = [
+        {"id": "a", "cost": None, "capacity_tokens": 9000, "cpu_capacity_tokens": None},
+        {"id": "b", "cost": msgspec.to_builtins(LLAMA_8B.cost), "capacity_tokens": 80_000},
+        {
+            "id": "c",
+            "cost": msgspec.to_builtins(CostModel(1.0, 0.0, 0.001, 0.0)),
+            "capacity_tokens": 90_000,
+            "cpu_capacity_tokens": 5000,
+        },
+    ]
+    path = f"{tmp_path}/workers.json"
+    with open(path, "wb") as file:
+        file.write(msgspec.json.encode({"workers": rows}))
+    model = load_engine_model(path)
+
+    assert (model.cost.token_s, model.cost.step_s) == (1.0, 0.004)
+    assert (model.gpu_tokens, model.cpu_tokens, model.weights_s) == (80_000, 0, 0.0)
+    with open(path, "wb") as file:
+        file.write(msgspec.json.encode({"workers": rows[:1]}))
+    with pytest.raises(ValueError, match=r"workers\.json: no worker has both"):
+        load_engine_model(path)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
