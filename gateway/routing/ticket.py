@@ -29,6 +29,8 @@ __all__ = ["Outcome", "Ticket", "Usage"]
 
 # Share of a decode's time that other requests' prefills may take for its gaps to be believed.
 MAX_PREFILL_SHARE = 0.2
+# The bits of ``Index.copies`` that count the copies on the device.
+GPU_COPIES = 0xFFFF
 # Cached tokens beyond the predicted ones that cannot be an unaligned end.
 SURPRISE_TOKENS = 64
 
@@ -280,13 +282,27 @@ class Ticket:
             )
 
     def _correct_index(self, cached_tokens: int | None) -> None:
-        """Shorten the chain of a worker that held less than the index said."""
-        pool = self._plan.pool
-        if pool.index is None or cached_tokens is None or not self.worker.reports_cached:
+        """Believe a worker that held less than the index said.
+
+        By now it has computed the prompt and holds it. One that announces what it stores has said
+        so: what is wrong is that the blocks believed before and those announced since count as two
+        copies, and one removal would leave the other. Of one that was silent the chain is
+        shortened; the next request there heals it.
+        """
+        index, worker = self._plan.pool.index, self.worker
+        if index is None or cached_tokens is None or not worker.reports_cached:
             return
-        if cached_tokens < self._indexed_tokens:
-            num_blocks = cached_tokens // pool.block_size
-            pool.index.shorten(self.worker.id, self._plan.hashes or (), num_blocks)
+        if cached_tokens >= self._indexed_tokens:
+            return
+        hashes, block_size = self._plan.hashes or (), self._plan.pool.block_size
+        num_blocks = cached_tokens // block_size
+        heard_s = worker.last_event_s
+        if worker.mode != "exact" or heard_s is None or heard_s < self._charge.charged_s:
+            index.shorten(worker.id, hashes, num_blocks)
+            return
+        for block in hashes[max(num_blocks, 1) : self._indexed_tokens // block_size]:
+            if index.copies(worker.id, block) & GPU_COPIES > 1:
+                index.remove(worker.id, [block])
 
     def _learn_prefill(self, now_s: float, usage: Usage) -> None:
         prompt, cached = self._plan.prompt, usage.cached_tokens

@@ -216,3 +216,38 @@ async def test_a_generic_servers_own_way_of_counting_is_no_reason_for_disbelief(
 
     assert pool.workers["w0"].parity == -1
     assert admit(routes, plan).predicted_hit_tokens == (plan.num_tokens - 1) // BLOCK * BLOCK
+
+
+async def corrected(*, cleared: bool) -> tuple[Pool, Plan]:
+    """An event-fed worker that lost a prompt and announced it anew while serving it."""
+    pool, clock, routes, plan = await warm_ticket("exact")
+    worker = pool.workers["w0"]
+    worker.reports_cached = True
+    ticket = admit(routes, plan)
+    assert ticket.predicted_hit_tokens > 64
+    clock.now_s += 0.1
+    assert pool.index is not None
+    if cleared:
+        pool.index.clear("w0")
+    hold(pool, "w0", plan.prompt)
+    worker.last_event_s = clock.now_s
+    serve(ticket, clock, 0.1, prompt_tokens=plan.num_tokens, completion_tokens=5, cached_tokens=0)
+    return pool, plan
+
+
+async def test_blocks_announced_while_a_request_ran_are_not_taken_away_by_its_report() -> None:
+    pool, plan = await corrected(cleared=True)
+    assert pool.index is not None
+
+    assert pool.index.match(plan.hashes or ())["w0"].total == len(plan.hashes or ()) * BLOCK
+
+
+async def test_a_stale_copy_beside_an_announced_one_does_not_outlive_its_removal() -> None:
+    pool, plan = await corrected(cleared=False)
+    assert pool.index is not None
+    hashes = plan.hashes or ()
+    assert pool.index.match(hashes)["w0"].total == len(hashes) * BLOCK
+    pool.index.remove("w0", reversed(hashes))
+
+    # The first block is never taken by one observation.
+    assert pool.index.match(hashes)["w0"].total == BLOCK
