@@ -85,6 +85,7 @@ class Stand:
         self._valkey_port = free_port()
         self._turn = itertools.count()
         self._number = itertools.count()
+        self._killed: set[str] = set()
 
     async def __aenter__(self) -> Stand:
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
@@ -181,13 +182,14 @@ class Stand:
 
     async def kill_gateway(self, base: str) -> None:
         """Kill one with what it has in its hands."""
+        self._killed.add(base)
+        self.gateways.remove(base)
         self._processes[base].kill()
         await self._processes[base].wait()
-        self.gateways.remove(base)
 
     def was_killed(self, base: str) -> bool:
         """Say whether a gateway is gone."""
-        return self._processes[base].returncode is not None
+        return base in self._killed
 
     def next_gateway(self) -> str:
         """Return the gateway of the next request: each in turn."""

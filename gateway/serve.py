@@ -7,11 +7,13 @@ this module with a ``Role`` on its standard input.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
 import sys
 import time
+from math import isinf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -53,6 +55,10 @@ if TYPE_CHECKING:
 # At most 100 prompts a second are looked at for text that recurs across conversations: half a
 # percent of a core where they are known.
 RECURRENCE_EVERY_S = 0.01
+
+# Reading a million blocks takes seconds; longer than this no client waits for them at a start.
+FIRST_VIEW_S = 3.0
+FIRST_VIEW_CHECK_S = 0.02
 
 
 class Gateway:
@@ -132,6 +138,18 @@ class Gateway:
             self._share(self.sharing.run())
         await self.fleet.start()
         await self.operators.start()
+        await self._first_view()
+
+    async def _first_view(self) -> None:
+        """Wait a moment for what other gateways know, so that the first request profits from it."""
+        sharing, link = self.sharing, self.link
+        if sharing is None or link is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_VIEW_S):
+                # Without a server there is nothing to wait for.
+                while isinf(sharing.age_s()) and (link.is_up or not link.errors):  # noqa: ASYNC110  # no event to wait for
+                    await asyncio.sleep(FIRST_VIEW_CHECK_S)
 
     async def close(self) -> None:
         """Stop what runs beside the requests; a second call does nothing more."""
