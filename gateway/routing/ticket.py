@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gateway.routing.active import common_until
-from gateway.routing.learner import MAX_RATE_SURPRISE
+from gateway.routing.feedback import correct_index, learn_failed_pull, learn_transfer
 from gateway.routing.outcome import (
     WORKER_ANSWERS,
     WORKER_FAILURES,
@@ -29,8 +29,6 @@ __all__ = ["Outcome", "Ticket", "Usage"]
 
 # Share of a decode's time that other requests' prefills may take for its gaps to be believed.
 MAX_PREFILL_SHARE = 0.2
-# The bits of ``Index.copies`` that count the copies on the device.
-GPU_COPIES = 0xFFFF
 # Cached tokens beyond the predicted ones that cannot be an unaligned end.
 SURPRISE_TOKENS = 64
 
@@ -265,44 +263,26 @@ class Ticket:
         if counts and prompt is not None and usage.prompt_tokens is not None:
             worker.saw_prompt_tokens(ours=prompt.num_tokens, theirs=usage.prompt_tokens)
         if worker.parity != 0:
-            self._notice_failed_pull(usage.cached_tokens)
-            self._correct_index(usage.cached_tokens)
+            self._compare_hits(usage.cached_tokens)
             self._learn_prefill(now_s, usage)
 
-    def _notice_failed_pull(self, cached_tokens: int | None) -> None:
-        """Count a pull that brought nothing as a slow one, so that the source is asked less."""
-        estimate = self._estimate
-        if not estimate.pull_tokens or cached_tokens is None:
+    def _compare_hits(self, cached_tokens: int | None) -> None:
+        """Correct what was believed about the worker's cache, and about who could fill it."""
+        if cached_tokens is None:
             return
-        if cached_tokens <= self._indexed_tokens + self._plan.pool.block_size:
-            self.worker.learner.observe_pull(
-                source_id(estimate.source),
-                tokens=estimate.pull_tokens,
-                seconds=MAX_RATE_SURPRISE * estimate.pull_link_s,
+        pool, worker = self._plan.pool, self.worker
+        if self._estimate.pull_tokens and cached_tokens <= self._indexed_tokens + pool.block_size:
+            learn_failed_pull(worker.learner, self._estimate)
+        is_less = worker.reports_cached and cached_tokens < self._indexed_tokens
+        if pool.index is not None and is_less:
+            correct_index(
+                pool.index,
+                worker,
+                self._plan.hashes or (),
+                cached_tokens=cached_tokens,
+                believed_tokens=self._indexed_tokens,
+                since_s=self._charge.charged_s,
             )
-
-    def _correct_index(self, cached_tokens: int | None) -> None:
-        """Believe a worker that held less than the index said.
-
-        By now it has computed the prompt and holds it. One that announces what it stores has said
-        so: what is wrong is that the blocks believed before and those announced since count as two
-        copies, and one removal would leave the other. Of one that was silent the chain is
-        shortened; the next request there heals it.
-        """
-        index, worker = self._plan.pool.index, self.worker
-        if index is None or cached_tokens is None or not worker.reports_cached:
-            return
-        if cached_tokens >= self._indexed_tokens:
-            return
-        hashes, block_size = self._plan.hashes or (), self._plan.pool.block_size
-        num_blocks = cached_tokens // block_size
-        heard_s = worker.last_event_s
-        if worker.mode != "exact" or heard_s is None or heard_s < self._charge.charged_s:
-            index.shorten(worker.id, hashes, num_blocks)
-            return
-        for block in hashes[max(num_blocks, 1) : self._indexed_tokens // block_size]:
-            if index.copies(worker.id, block) & GPU_COPIES > 1:
-                index.remove(worker.id, [block])
 
     def _learn_prefill(self, now_s: float, usage: Usage) -> None:
         prompt, cached = self._plan.prompt, usage.cached_tokens
@@ -316,7 +296,10 @@ class Ticket:
         if ttft_s is None:
             return
         if self._estimate.pull_tokens or self._estimate.restore_link_s:
-            self._learn_transfer(ttft_s)
+            seen = self.decision.input.candidates[self.decision.position]
+            learn_transfer(
+                self.worker.learner, self._estimate, seen, self._charge.charged_s, ttft_s
+            )
         else:
             self.worker.learner.observe_prefill(
                 ttft_s,
@@ -336,30 +319,6 @@ class Ticket:
         cached = usage.cached_tokens
         surprise = 0 if cached is None else abs(cached - self.predicted_hit_tokens)
         return surprise <= self._plan.pool.block_size
-
-    def _learn_transfer(self, ttft_s: float) -> None:
-        """Learn from a TTFT that was partly a restore or a pull."""
-        estimate, learner = self._estimate, self.worker.learner
-        seen = self.decision.input.candidates[self.decision.position]
-        rest_s = estimate.prefill_s + estimate.interleave_s
-        if not estimate.pull_tokens:
-            learner.observe_restore(
-                ttft_s,
-                rest_s=rest_s + max(0.0, seen.restore_until_s - self.decision.input.now_s),
-                cpu=seen.hit_cpu,
-                disk=seen.hit_disk,
-                remote=seen.hit_remote,
-            )
-        elif not estimate.restore_link_s:  # else nobody can tell which of the two took how long
-            # What the pull was waited for beyond its own time: latency and busy links.
-            waited_s = max(0.0, estimate.restore_s - estimate.pull_link_s)
-            learner.observe_pull_ttft(
-                ttft_s,
-                source_id(estimate.source),
-                rest_s=rest_s + waited_s,
-                tokens=estimate.pull_tokens,
-                predicted_s=estimate.pull_link_s,
-            )
 
     def _learn_decode(self, now_s: float, usage: Usage) -> None:
         if usage.completion_tokens is None:
