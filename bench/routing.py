@@ -196,10 +196,11 @@ def run_cases(args: argparse.Namespace) -> None:
 
 
 def results(path: str) -> list[tuple[Case, Any]]:
+    """Return what is there; of a case that was run twice, the later."""
     if not Path(path).exists():
         return []
     lines = map(json.loads, Path(path).read_text().splitlines())
-    return [(Case(**line["case"]), line["result"]) for line in lines]
+    return list({Case(**line["case"]): line["result"] for line in lines}.items())
 
 
 def geo_mean(values: list[float]) -> float:
