@@ -5,6 +5,8 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gateway.routing.cost import CostModel, prefill_s
 from gateway.routing.learner import Learner, OutputLength, slowest
@@ -72,6 +74,28 @@ def test_stray_measurements_do_not_move_the_constants_far() -> None:
         ratio = prefill_s(known(learner), uncached, length) / prefill_s(TRUE, uncached, length)
 
         assert 0.7 < ratio < 1.7
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), start=st.sampled_from([None, START]))
+def test_an_eighth_of_nonsense_moves_no_prediction_by_more_than_a_factor_of_two(
+    seed: int, start: CostModel | None
+) -> None:
+    learner, rng = Learner(start), Random(seed)
+    for turn, (uncached, length) in enumerate(prompts(seed, 300)):
+        factor = rng.uniform(0.9, 1.1)
+        # The first one counts as it is: a start that is far off is outvoted by the next four.
+        if turn % 8 == 5:
+            factor = rng.choice([0.01, 50.0])
+        gap_s = TRUE.step_s + TRUE.context_s * length + TRUE.token_s
+        learner.observe_decode(50 * gap_s * factor, gaps=50, context_tokens=length, in_flight=1)
+        observe(learner, uncached, length, factor)
+    for uncached, length in ((500, 500), (20_000, 20_000), (2000, 60_000)):
+        ratio = prefill_s(known(learner), uncached, length) / prefill_s(TRUE, uncached, length)
+        assert 0.5 < ratio < 2.0
+    for context in (2000, 100_000):
+        learned = known(learner).step_s + known(learner).context_s * context
+        assert 0.5 < learned / (TRUE.step_s + TRUE.context_s * context) < 2.0
 
 
 def test_a_slow_first_measurement_is_outvoted() -> None:
