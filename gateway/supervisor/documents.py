@@ -8,11 +8,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 Document = dict[str, Any]
 
+# What only the process that reads a worker's events can tell.
+_EVENT_FIELDS = (
+    *("gaps", "losses", "replays", "decode_errors", "rejected", "orphans"),
+    *("event_health", "event_why", "lag_s", "mode"),
+)
+_WORTH_KEYS = {
+    "pools": ("pool",),
+    "tenants": ("pool", "tenant"),
+    "documents": ("pool", "tenant", "document", "kind"),
+}
+_WORTH_SUMS = (
+    *("requests", "saved_s", "prompt_tokens", "shared_tokens", "lost_tokens", "store_tokens"),
+)
 # Groups shown per cause of misses; as many as one process shows.
 MAX_LISTED = 10
 
@@ -25,13 +40,12 @@ def merge_workers(documents: list[Document]) -> Document:
         if into is None:
             rows[row["id"]] = dict(row)
             continue
-        for name in ("in_flight", "queued_tokens", "gaps", "decode_errors"):
-            into[name] = _either(into.get(name), row.get(name), lambda a, b: a + b)
-        into["event_age_s"] = _either(into.get("event_age_s"), row.get("event_age_s"), min)
+        for name in ("in_flight", "queued_tokens"):
+            into[name] += row[name]
         into["ready"] = into["ready"] and row["ready"]
-        into["blocks"] = _by_key(into["blocks"], row["blocks"], max)
         if into["state"] == "ready":
             into["state"] = row["state"]
+        _merge_events(into, row)
     return {"workers": list(rows.values())}
 
 
@@ -44,10 +58,28 @@ def merge_index(documents: list[Document]) -> Document:
             pools[row["pool"]] = dict(row)
             continue
         into["blocks"] = max(into["blocks"], row["blocks"])
-        into["unread_prompts"] = _by_key(
-            into["unread_prompts"], row["unread_prompts"], lambda a, b: a + b
-        )
+        into["by_tier"] = _by_key(into["by_tier"], row["by_tier"], max)
+        into["age_s"] = _either(into["age_s"], row["age_s"], min)
+        into["unread_prompts"] = _by_key(into["unread_prompts"], row["unread_prompts"], _add)
+        # Whichever process reads a worker's events tells of them.
+        followed = {worker: s for worker, s in row["workers"].items() if s["followed"]}
+        into["workers"] = {**row["workers"], **into["workers"], **followed}
     return {**documents[0], "pools": list(pools.values())}
+
+
+def merge_worth(documents: list[Document]) -> Document:
+    """``GET worth``: tokens and requests add up; the verdict is that of who saw most requests."""
+    merged = dict(documents[0])
+    for name, keys in _WORTH_KEYS.items():
+        rows: dict[tuple[str, ...], Document] = {}
+        for row in (row for document in documents for row in document[name]):
+            key = tuple(row[part] for part in keys)
+            rows[key] = _merge_worth(rows[key], row) if key in rows else row
+        merged[name] = list(rows.values())
+    merged["documents"].sort(key=lambda row: -row["shared_tokens"])
+    advice = {orjson.dumps(item): item for document in documents for item in document["advice"]}
+    merged["advice"] = list(advice.values())
+    return merged
 
 
 def merge_misses(documents: list[Document]) -> Document:
@@ -59,7 +91,7 @@ def merge_misses(documents: list[Document]) -> Document:
     totals: Document = {}
     for document in documents:
         window_s = max(totals.get("window_s", 0.0), document["totals"]["window_s"])
-        totals = _by_key(totals, document["totals"], lambda a, b: a + b)
+        totals = _by_key(totals, document["totals"], _add)
         totals["window_s"] = window_s
     rows = sorted(causes.values(), key=lambda row: (-row["tokens_lost"], row["cause"]))
     lost = totals["tokens_lost"]
@@ -87,6 +119,23 @@ def _merge_cause(into: Document, row: Document) -> Document:
         "example": largest["example"],
         "by": ranked[:MAX_LISTED],
     }
+
+
+def _merge_worth(into: Document, row: Document) -> Document:
+    summed = {name: into[name] + row[name] for name in _WORTH_SUMS}
+    return {**(into if into["requests"] >= row["requests"] else row), **summed}
+
+
+def _merge_events(into: Document, row: Document) -> None:
+    """Take what is said of a worker's events from whichever process reads them."""
+    if into.get("gaps") is None and row.get("gaps") is not None:
+        into.update({name: row[name] for name in _EVENT_FIELDS if name in row})
+    into["blocks"] = _by_key(into["blocks"], row["blocks"], max)
+    into["event_age_s"] = _either(into.get("event_age_s"), row.get("event_age_s"), min)
+
+
+def _add(a: Any, b: Any) -> Any:
+    return a + b
 
 
 def _either(a: Any, b: Any, combine: Callable[[Any, Any], Any]) -> Any:

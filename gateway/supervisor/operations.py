@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-from gateway.supervisor.documents import merge_index, merge_misses, merge_workers
+from gateway.supervisor.documents import merge_index, merge_misses, merge_workers, merge_worth
 from gateway.supervisor.exposition import merge, render
 from gateway.supervisor.peers import PEER_HEADER, Answer, passed_on
 from gateway.supervisor.windows import gauge_lines
@@ -26,6 +26,7 @@ MERGED: dict[str, Callable[[list[dict[str, Any]]], dict[str, Any]]] = {
     "/admin/v1/workers": merge_workers,
     "/admin/v1/index": merge_index,
     "/admin/v1/misses": merge_misses,
+    "/admin/v1/worth": merge_worth,
 }
 # One process is enough: they change nothing, or what they do is done once.
 BY_ONE = frozenset(("/admin/v1/explain", "/admin/v1/warm"))

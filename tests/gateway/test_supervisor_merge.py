@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.supervisor.documents import merge_index, merge_misses, merge_workers
+from gateway.supervisor.documents import merge_index, merge_misses, merge_workers, merge_worth
 from gateway.supervisor.exposition import accumulate, merge, parse, render
 from gateway.supervisor.windows import gauge_lines, pack, unpack
 from gateway.telemetry.record import RequestRecord
@@ -145,8 +145,9 @@ def test_a_window_that_nobody_filled_gives_no_gauge() -> None:
 
 def worker_row(**more: Any) -> dict[str, Any]:
     return {
-        "id": "w0", "in_flight": 1, "queued_tokens": 10, "gaps": None, "decode_errors": 1,
-        "event_age_s": None, "ready": True, "state": "ready", "blocks": {"gpu": 5}, "mode": "exact",
+        "id": "w0", "in_flight": 1, "queued_tokens": 10, "gaps": None, "decode_errors": None,
+        "event_age_s": None, "event_health": "unknown", "event_why": "", "ready": True,
+        "state": "ready", "blocks": {"gpu": 5}, "mode": "exact",
     } | more  # fmt: skip
 
 
@@ -157,8 +158,8 @@ def test_workers_rows_are_merged_by_id() -> None:
             {
                 "workers": [
                     worker_row(
-                        in_flight=2, gaps=3, event_age_s=1.0, ready=False, state="open",
-                        blocks={"gpu": 7, "cpu": 1},
+                        in_flight=2, gaps=3, decode_errors=0, event_age_s=1.0, ready=False,
+                        state="open", blocks={"gpu": 7, "cpu": 1}, event_health="fresh",
                     )
                 ]
             },
@@ -167,23 +168,52 @@ def test_workers_rows_are_merged_by_id() -> None:
 
     first, second = merged["workers"]
     assert (first["in_flight"], first["queued_tokens"]) == (3, 20)
-    assert (first["gaps"], first["decode_errors"], first["event_age_s"]) == (3, 2, 1.0)
+    assert (first["gaps"], first["decode_errors"], first["event_age_s"]) == (3, 0, 1.0)
+    assert first["event_health"] == "fresh", "as the process says that reads its events"
     assert (first["ready"], first["state"]) == (False, "open")
     assert first["blocks"] == {"gpu": 7, "cpu": 1}
     assert second["id"] == "w1"
 
 
 def test_the_index_is_the_fullest_view_with_all_unread_prompts() -> None:
+    def state(gaps: int | None) -> dict[str, Any]:
+        return {"followed": gaps is not None, "gaps": gaps, "blocks": {"gpu": 3}}
+
     rows = [
-        {"pool": "p", "blocks": blocks, "unread_prompts": {"TemplateError": 2}, "block_size": 16}
-        for blocks in (10, 12)
-    ]
+        {
+            "pool": "p", "blocks": blocks, "unread_prompts": {"TemplateError": 2},
+            "by_tier": {"gpu": blocks}, "age_s": age, "workers": {"w0": state(gaps)},
+        }
+        for blocks, age, gaps in ((10, None, None), (12, 1.0, 4))
+    ]  # fmt: skip
 
-    merged = merge_index([{"pools": [row]} for row in rows])
+    (merged,) = merge_index([{"pools": [row]} for row in rows])["pools"]
 
-    assert merged["pools"] == [
-        {"pool": "p", "blocks": 12, "unread_prompts": {"TemplateError": 4}, "block_size": 16}
-    ]
+    assert (merged["blocks"], merged["by_tier"], merged["age_s"]) == (12, {"gpu": 12}, 1.0)
+    assert merged["unread_prompts"] == {"TemplateError": 4}
+    assert merged["workers"]["w0"]["gaps"] == 4
+
+
+def worth_row(**more: Any) -> dict[str, Any]:
+    return {
+        "pool": "p", "tenant": "t", "document": "d", "kind": "document", "verdict": "worth",
+        "requests": 2.0, "saved_s": 1.0, "prompt_tokens": 100, "shared_tokens": 50,
+        "lost_tokens": 5, "store_tokens": 9,
+    } | more  # fmt: skip
+
+
+def test_worth_adds_up_and_judges_as_who_saw_most() -> None:
+    def report(**more: Any) -> dict[str, Any]:
+        row = worth_row(**more)
+        return {"pools": [row], "tenants": [row], "documents": [row], "advice": ["one"]}
+
+    merged = merge_worth([report(), report(requests=5.0, verdict="not_worth")])
+
+    for name in ("pools", "tenants", "documents"):
+        (row,) = merged[name]
+        assert (row["requests"], row["shared_tokens"], row["saved_s"]) == (7.0, 100, 2.0)
+        assert row["verdict"] == "not_worth"
+    assert merged["advice"] == ["one"]
 
 
 def misses(cause: str, tokens: int, document: str) -> dict[str, Any]:
