@@ -26,7 +26,6 @@ from prefix_index.event_types import (
     EventBatch,
     EventDecodeError,
     Extras,
-    TokenId,
     WireHash,
     encode_batch,
 )
@@ -157,9 +156,9 @@ _decode_event_array: Final = msgspec.msgpack.Decoder(
 _decode_event_map: Final = msgspec.msgpack.Decoder(
     _StoredMap | BlockRemoved | AllBlocksCleared
 ).decode
-_decode_tokens: Final = msgspec.msgpack.Decoder(list[TokenId]).decode
+_decode_tokens: Final = msgspec.msgpack.Decoder(list[int]).decode
 # Engines with speculative heads (EAGLE, MTP) send each token as a pair; the first is the token.
-_decode_pairs: Final = msgspec.msgpack.Decoder(list[tuple[TokenId, TokenId]]).decode
+_decode_pairs: Final = msgspec.msgpack.Decoder(list[tuple[int, int]]).decode
 
 
 def decode_batch(payload: bytes) -> EventBatch:

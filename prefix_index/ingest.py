@@ -189,7 +189,12 @@ class WorkerFeed:
         if not self._fits(event):
             return []
         known = self._known_chain(event)
-        hashes, parent = known or self._new_chain(event)
+        try:
+            hashes, parent = known or self._new_chain(event)
+        except OverflowError:  # ids that are no ids of any vocabulary
+            self.implausible += 1
+            self.rejected += 1
+            return []
         if parent is None:
             self.orphans += 1
             self.rejected += self._orphans.add(event)

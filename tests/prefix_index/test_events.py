@@ -211,8 +211,8 @@ BAD_EVENTS: dict[str, Any] = {
     "a hash that is null": ["BlockRemoved", [None], "GPU"],
     "a hash that is a fraction": ["BlockRemoved", [1.5], "GPU"],
     "a hash longer than any digest": ["BlockRemoved", [b"\x00" * 33], "GPU"],
-    "a negative token": stored_with(token_ids=[-1]),
-    "a token beyond 32 bits": ["BlockStored", [1], None, [2**32], 1, None, "GPU"],
+    "a token that is text": stored_with(token_ids=["1"]),
+    "a token that is a fraction": ["BlockStored", [1], None, [1.5], 1, None, "GPU"],
     "an empty token pair": ["BlockStored", [1], None, [[]], 1, None, "GPU"],
     "a token triple": ["BlockStored", [1], None, [[1, 2, 3]], 1, None, "GPU"],
     "a negative block size": ["BlockStored", [1], None, [1], -1, None, "GPU"],
@@ -230,6 +230,27 @@ def test_an_event_that_is_none_is_counted_and_its_neighbours_are_taken(event: An
     batch = decode_batch(pack([1.0, [GOOD[0], event, GOOD[1]], 2]))
 
     assert batch == EventBatch(1.0, [BlockRemoved([5], "GPU"), BlockRemoved([6])], 2, 0, 1)
+
+
+@pytest.mark.parametrize("token", [-1, 2**32, 2**64 - 1, -(2**63)])
+@pytest.mark.parametrize("form", ["map", "array", "pairs", "salted"])
+def test_a_token_that_no_vocabulary_has_is_counted_and_its_block_not_stored(
+    token: int, form: str
+) -> None:
+    tokens: list[Any] = [*TOKENS[:20], token, *TOKENS[21:]]
+    event: Any = stored_with(token_ids=tokens)
+    if form == "array":
+        event = ["BlockStored", [11, 22], None, tokens, 16, None, "GPU"]
+    elif form == "pairs":
+        event = stored_with(token_ids=[[one, one] for one in tokens])
+    elif form == "salted":
+        event = stored_with(token_ids=tokens, cache_salt="s")
+    index = Index(16)
+    feed = WorkerFeed(index, "w", "m")
+    good = stored_with(block_hashes=[33, 44])
+    feed.apply(decode_batch(pack([1.0, [event, good]])))
+
+    assert (feed.implausible, feed.rejected, index.num_blocks) == (1, 1, 2)
 
 
 @pytest.mark.parametrize("event", [{"type": "BlockMoved"}, ["BlockMoved", 1, {}], {"type": ""}])
