@@ -49,11 +49,12 @@ async def answer(command: Awaitable[_Answer]) -> _Answer:
     redis-py writes under ``asyncio.wait_for``, which before Python 3.12 forgets a cancellation that
     arrives when the write is done already: the task would go on for ever.
     """
-    result = await command
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
-    return result
+    try:
+        return await command
+    finally:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
 
 
 class Link:

@@ -32,10 +32,11 @@ from prefix_index.replica.lease import (
     Leases,
     Shared,
 )
-from prefix_index.replica.link import LINK_ERRORS
+from prefix_index.replica.link import LINK_ERRORS, answer
 from prefix_index.replica.load import load
 from prefix_index.replica.scripts import PUBLISH
 from prefix_index.replica.tail import Tail, field
+from prefix_index.replica.tasks import run_together
 from prefix_index.replica.view import Entry, View
 
 if TYPE_CHECKING:
@@ -124,21 +125,14 @@ class PoolReplica:
 
     async def run(self) -> None:
         """Share until cancelled; then give up the leases, so that others need not wait."""
-        tasks = [
-            asyncio.ensure_future(part)
-            for part in (
+        try:
+            await run_together(
                 self._forever(self._tick, TICK_S),
                 self._forever(self._publish, PUBLISH_EVERY_S),
                 self._forever(self._read, 0.0),
                 self._forever(self._load, PUBLISH_EVERY_S),
             )
-        ]
-        try:
-            await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             for view in self.views.values():
                 view.unfollow()
             with contextlib.suppress(*LINK_ERRORS):
@@ -336,7 +330,7 @@ class PoolReplica:
         now_s = self._clock()
         if now_s - self._healed_s.get(view.worker, float("-inf")) >= _HEAL_EVERY_S:
             self._healed_s[view.worker] = now_s
-            await self._link.client.unlink(*self.leases.keys(view.worker)[1:])
+            await answer(self._link.client.unlink(*self.leases.keys(view.worker)[1:]))
         else:
             await asyncio.sleep(TICK_S)
 

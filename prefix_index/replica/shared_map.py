@@ -16,6 +16,7 @@ from prefix_index.replica.lease import KEPT_S
 from prefix_index.replica.link import LINK_ERRORS, answer
 from prefix_index.replica.scripts import Script
 from prefix_index.replica.tail import Tail, field
+from prefix_index.replica.tasks import run_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -128,7 +129,7 @@ class SharedMap:
 
     async def run(self) -> None:
         """Load, follow and write until cancelled."""
-        await asyncio.gather(self._forever(self._follow), self._forever(self._flush))
+        await run_together(self._forever(self._follow), self._forever(self._flush))
 
     async def _forever(self, step: Callable[[], Coroutine[None, None, None]]) -> None:
         while True:

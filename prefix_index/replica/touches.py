@@ -18,6 +18,7 @@ from prefix_index.replica.codec import HASH_BYTES, SharedValueError
 from prefix_index.replica.lease import KEPT_S
 from prefix_index.replica.link import LINK_ERRORS, answer
 from prefix_index.replica.tail import Tail, field
+from prefix_index.replica.tasks import run_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -129,7 +130,7 @@ class Touches:
 
     async def run(self) -> None:
         """Tell and hear until cancelled."""
-        await asyncio.gather(self._forever(self._flush), self._forever(self._follow))
+        await run_together(self._forever(self._flush), self._forever(self._follow))
 
     async def _forever(self, step: Callable[[], Coroutine[None, None, None]]) -> None:
         while True:

@@ -60,16 +60,13 @@ class Side:
         )
         self.sharing = Sharing(self, self.link, name=name, clock=clock)  # type: ignore[arg-type]
 
-    def follow(
-        self, worker: Worker, *, first_sequence: int = 0, last_digest: int = 0
-    ) -> Feed | None:
+    def follow(self, worker: Worker, **options: Any) -> Feed | None:
         publisher = self.publishers[worker.id]
         return self.following.follow(
             self.pool,
             worker,
             EventSource(publisher.endpoint, publisher.replay_endpoint, "", None),
-            first_sequence=first_sequence,
-            last_digest=last_digest,
+            **options,
         )
 
     def unfollow(self, worker: Worker) -> None:

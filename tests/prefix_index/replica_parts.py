@@ -87,7 +87,6 @@ class EngineSource:
         self.silent = False
         self.clears = 0
         self.feed = WorkerFeed(index, engine.worker, MODEL)
-        self.listen(None)
         self._next = 0
         self._digest = 0
 
@@ -122,8 +121,7 @@ class EngineSource:
         self.silent = is_silent
 
     def listen(self, on_change: Callable[[FeedChange], None] | None) -> None:
-        # A feed that tells nobody keeps what it has to tell.
-        self.feed.on_change = on_change or (lambda change: None)
+        self.feed.on_change = on_change
 
     def read(self) -> None:
         """Take what is new, or begin again where that cannot be continued."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from gateway.fleet.sharing.anchors import SharedAnchors
 from gateway.fleet.sharing.source import WorkerSource
+from prefix_index.memo import MAX_MEMO_BYTES
 from prefix_index.names import NameBudget
+from prefix_index.prompts import ANCHOR_SHARE
 from prefix_index.replica.lookup import Lookup
 from prefix_index.replica.pool import PoolReplica
+from prefix_index.replica.tasks import run_together
 from prefix_index.replica.touches import Touches
 
 if TYPE_CHECKING:
@@ -48,7 +52,15 @@ class SharedPool:
         self.touches = Touches(
             link, pool.name, name, on_touch=self._touched_elsewhere, above=self._above
         )
+        self.anchors = SharedAnchors(link, pool.name, MAX_MEMO_BYTES // ANCHOR_SHARE)
         self._fleet = fleet
+
+    async def run(self) -> None:
+        """Share until cancelled; then give up what was held."""
+        try:
+            await run_together(self.replica.run(), self.touches.run(), self.anchors.run())
+        finally:
+            await self.lookup.close()
 
     def add(self, worker: Worker) -> None:
         """Share a worker's events."""
@@ -76,11 +88,13 @@ class SharedPool:
     @property
     def num_decode_errors(self) -> int:
         """Shared values that could not be read."""
-        parts = self.replica, self.touches, self.lookup
+        parts = self.replica, self.touches, self.lookup, self.anchors, self.anchors.map
         return sum(part.decode_errors for part in parts)
 
     def look_after(self) -> None:
         """Believe workers again whose tokens are ours again, and free what was cleared."""
+        if self.pool.reader is not None and self.pool.reader.anchors is not self.anchors:
+            self.pool.reader.anchors = self.anchors
         for worker_id, view in self.replica.views.items():
             worker = self.pool.workers.get(worker_id)
             if worker is None or view.role != "tail" or view.head.is_silent:

@@ -70,8 +70,6 @@ class Sharing:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            for shared in self.pools.values():
-                await shared.lookup.close()
 
     def age_s(self) -> float:
         """Return how long ago the oldest view was known to be the truth; inf before it was."""
@@ -151,8 +149,7 @@ class Sharing:
     def _start(self, shared: SharedPool) -> None:
         if shared not in self._started:
             self._started.append(shared)
-            self._spawn(shared.replica.run())
-            self._spawn(shared.touches.run())
+            self._spawn(shared.run())
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

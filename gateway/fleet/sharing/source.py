@@ -35,16 +35,15 @@ class WorkerSource:
         self._index = index
         self._names = Names(budget, lambda block: index.holds(worker.id, block))
         self._feed: Feed | None = None
-        self._on_change: Callable[[FeedChange], None] = _ignore
+        self._on_change: Callable[[FeedChange], None] | None = None
 
     def follow(self, next_sequence: int, digest: int) -> None:
         """Read the worker's events in this process, behind a known batch."""
         self.set_silent(is_silent=False)
         self._feed = self._fleet.follow(
-            self._worker, first_sequence=next_sequence, last_digest=digest
+            self._worker, first_sequence=next_sequence, last_digest=digest, names=self._names
         )
         if self._feed is not None:
-            self._feed.ingest._names = self._names
             self._feed.ingest.on_change = self._on_change
 
     def unfollow(self) -> None:
@@ -90,11 +89,6 @@ class WorkerSource:
 
     def listen(self, on_change: Callable[[FeedChange], None] | None) -> None:
         """Call back after each batch that changed something."""
-        # A feed that tells nobody would keep what it has to tell.
-        self._on_change = on_change or _ignore
+        self._on_change = on_change
         if self._feed is not None:
             self._feed.ingest.on_change = self._on_change
-
-
-def _ignore(_change: FeedChange) -> None:
-    pass
