@@ -7,7 +7,6 @@ names (a document, a session, a prefix). Raw keys stay in memory; what is shown 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from gateway.routing.cost import prefill_s
@@ -15,6 +14,7 @@ from gateway.routing.ticket import Outcome
 from gateway.telemetry.decision_log import hashed_key
 from gateway.worth.advice import separate_pools
 from gateway.worth.group import WINDOW_S, Group, Use
+from gateway.worth.hottest import Hottest
 from gateway.worth.rows import OTHER, row_of
 from gateway.worth.rule import MANAGEMENT_S, Verdict
 from gateway.worth.seen import SeenPrefixes
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Documents with their own sums, 1 KB each; the least recently used ones become "other".
 MAX_DOCUMENTS = 2048
-# Tenants of all pools likewise; they come from the configuration, which is not that long.
+# Tenants of all pools likewise; each is a few series of metrics.
 MAX_TENANTS = 256
 # Documents that are listed; the rest is summed up.
 MAX_LISTED = 50
@@ -62,9 +62,8 @@ class WorthAccount:
         self._secret = secret
         self._seen = SeenPrefixes()
         self._pools: dict[str, Group] = {}
-        self._tenants: dict[tuple[str, str], Group] = {}
-        self._documents: OrderedDict[tuple[str, str], Group] = OrderedDict()
-        self._other: dict[str, Group] = {}
+        self._tenants = Hottest(MAX_TENANTS)
+        self._documents = Hottest(MAX_DOCUMENTS)
         self._tiers: dict[str, Tier] = {}
 
     def observe(self, plan: Plan, ticket: Ticket) -> int:
@@ -102,8 +101,8 @@ class WorthAccount:
         if tier is None:
             return Verdict.UNKNOWN
         for group in (
-            self._documents.get((pool, plan.key.ring_key)),
-            self._tenants.get((pool, tenant)) if tenant else None,
+            self._documents.get(pool, plan.key.ring_key),
+            self._tenants.get(pool, tenant),
             self._pools.get(pool),
         ):
             if (
@@ -121,7 +120,7 @@ class WorthAccount:
         ]
         tenants = [
             {"pool": pool, "tenant": tenant} | self._row(pool, group, now_s)
-            for (pool, tenant), group in self._tenants.items()
+            for pool, tenant, group in self._named_tenants()
         ]
         return {
             "window_s": WINDOW_S,
@@ -135,9 +134,17 @@ class WorthAccount:
     def tenants(self) -> Iterator[tuple[str, str, Group, Worth]]:
         """Yield pool, tenant, sums and what they say; the tenant is empty for a whole pool."""
         now_s = self._clock()
-        whole = (((pool, ""), group) for pool, group in self._pools.items())
-        for (pool, tenant), group in (*whole, *self._tenants.items()):
+        whole = ((pool, "", group) for pool, group in self._pools.items())
+        for pool, tenant, group in (*whole, *self._named_tenants()):
             yield pool, tenant, group, group.worth(now_s, self._tiers[pool].rate)
+
+    def _named_tenants(self) -> Iterator[tuple[str, str, Group]]:
+        yield from self._tenants.items()
+        for pool, group in self._tenants.rest.items():
+            name = OTHER
+            while self._tenants.get(pool, name) is not None:
+                name += "_"  # somebody is called so, and two series must not have one name
+            yield pool, name, group
 
     def _row(self, pool: str, group: Group, now_s: float) -> dict[str, Any]:
         return row_of(
@@ -181,46 +188,23 @@ class WorthAccount:
             self._pools[pool] = Group(now_s)
         yield self._pools[pool]
         if tenant:
-            if (pool, tenant) not in self._tenants and len(self._tenants) >= MAX_TENANTS:
-                tenant = OTHER
-            if (pool, tenant) not in self._tenants:
-                self._tenants[pool, tenant] = Group(now_s, tenant=tenant)
-            yield self._tenants[pool, tenant]
-        name = (pool, key.ring_key)
-        group = self._documents.get(name)
-        if group is None:
-            group = self._documents[name] = Group(now_s, tenant=tenant, kind=key.kind)
-            self._forget_coldest(now_s)
-        else:
-            self._documents.move_to_end(name)
-        yield group
-
-    def _forget_coldest(self, now_s: float) -> None:
-        while len(self._documents) > MAX_DOCUMENTS:
-            (pool, _), group = self._documents.popitem(last=False)
-            if pool not in self._other:
-                self._other[pool] = Group(now_s, kind=OTHER)
-            self._other[pool].absorb(group, now_s)
+            yield self._tenants.use(pool, tenant, now_s, tenant=tenant)
+        yield self._documents.use(pool, key.ring_key, now_s, tenant=tenant, kind=key.kind)
 
     def _listed(self, now_s: float) -> Iterator[dict[str, Any]]:
         """Yield the documents that reuse most, then per pool the sum of all others."""
-        for group in self._documents.values():
+        for _, _, group in self._documents.items():
             group.fade(now_s)
-        ranked = sorted(
-            self._documents.items(),
-            key=lambda item: item[1].recompute_s,
-            reverse=True,
-        )
+        ranked = sorted(self._documents.items(), key=lambda found: -found[2].recompute_s)
         others: dict[str, Group] = {}
-        for number, ((pool, ring_key), group) in enumerate(ranked):
+        for number, (pool, ring_key, group) in enumerate(ranked):
             if number < MAX_LISTED:
                 named = {"document": hashed_key(ring_key, self._secret), "kind": group.kind}
-                yield (
-                    {"pool": pool, "tenant": group.tenant} | named | self._row(pool, group, now_s)
-                )
+                who = {"pool": pool, "tenant": group.tenant} | named
+                yield who | self._row(pool, group, now_s)
             else:
                 others.setdefault(pool, Group(now_s)).absorb(group, now_s)
-        for pool, group in self._other.items():
+        for pool, group in self._documents.rest.items():
             others.setdefault(pool, Group(now_s)).absorb(group, now_s)
         for pool, group in others.items():
             named = {"document": OTHER, "kind": OTHER}

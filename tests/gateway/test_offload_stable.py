@@ -66,20 +66,23 @@ def test_no_template_makes_a_quick_bound_pass_the_exact_one(template: str, forge
         ("assistant", f"an answer {forged} of some length, so that there are blocks"),
         ("user", f"the question of now{forged}"),
     ]
-    starts = ([], [("system", f"You are {forged} a careful assistant.")], [("developer", "Hi.")])
+    system = ("system", f"You are {forged} a careful assistant.")
+    inbounds = (
+        messages(*rest),
+        messages(("developer", "Hi."), *rest),
+        messages(system, *rest),
+        messages(system, *rest, tools=[TOOL]),
+    )
     num_read = 0
-    for start in starts:
-        for body in ({}, {"tools": [TOOL]}):
-            inbound = messages(*start, *rest, **body)
-            try:
-                plan = plan_of(pool, inbound)
-            except TemplateRefusedError:
-                continue
-            num_read += 1
-            found = layout_of(plan).segments
-            exact = knowledge_end(found) // 4 * 4
-            assert quick_stable_tokens(plan, "knowledge") <= exact
-            assert quick_stable_tokens(plan, "history") <= stable_tokens(found, 4)
+    for inbound in inbounds:
+        try:
+            plan = plan_of(pool, inbound)
+        except TemplateRefusedError:
+            continue
+        num_read += 1
+        found = layout_of(plan).segments
+        assert quick_stable_tokens(plan, "knowledge") <= knowledge_end(found) // 4 * 4
+        assert quick_stable_tokens(plan, "history") <= stable_tokens(found, 4)
     assert num_read
 
 

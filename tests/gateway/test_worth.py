@@ -352,7 +352,21 @@ async def test_documents_and_tenants_are_bounded_and_nothing_is_lost() -> None:
     assert report["documents"][-1]["document"] == "other"
     assert sum(row["requests"] for row in report["documents"]) == pytest.approx(number)
     assert len(report["tenants"]) == MAX_TENANTS + 1
+    # Who came last is known by name.
+    assert {f"t{number - 1}", "other"} <= {row["tenant"] for row in report["tenants"]}
+    assert len(list(shop.account.tenants())) == MAX_TENANTS + 2
     assert sum(row["requests"] for row in report["tenants"]) == pytest.approx(number)
+
+
+async def test_a_tenant_may_be_called_like_the_rest() -> None:
+    shop = Shop()
+    for _, ticket in plans(shop, MAX_TENANTS + 5):
+        ticket.finish(Outcome.OK, Usage(3, 1, 0))
+    await shop.serve(asks("handbook", 1), tenant="other")
+
+    names = [tenant for _, tenant, _, _ in shop.account.tenants()]
+    assert len(names) == len(set(names))
+    assert {"other", "other_"} <= set(names)
 
 
 # --- advice --------------------------------------------------------------------------------------
