@@ -56,6 +56,14 @@ def make_client(url: str, *, timeout_s: float, tls: bool = False) -> Client:
     return client
 
 
+async def close_client(client: Client) -> None:
+    """Close a client with all its connections, those to Sentinels too."""
+    sentinel = getattr(client.connection_pool, "sentinel_manager", None)
+    for part in (client, *(sentinel.sentinels if sentinel is not None else ())):
+        await part.aclose()
+        await part.connection_pool.disconnect()
+
+
 def _from_sentinels(parts: SplitResult, options: dict[str, Any], *, tls: bool) -> Client:
     credentials, _, hosts = parts.netloc.rpartition("@")
     user, _, password = credentials.partition(":")

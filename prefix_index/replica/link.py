@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from redis.exceptions import RedisError
 
-from prefix_index.replica.address import make_client
+from prefix_index.replica.address import close_client, make_client
 from prefix_index.replica.keys import make_key
 
 if TYPE_CHECKING:
@@ -157,8 +157,8 @@ class Link:
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
         finally:
             self.is_up = False
-            await self._client.aclose()
-            await self._blocking.aclose()
+            await close_client(self._client)
+            await close_client(self._blocking)
 
     async def _watch(self) -> str:
         """Return why the server is gone, when it is."""
