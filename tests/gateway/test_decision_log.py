@@ -17,12 +17,8 @@ from gateway.routing.choose import Decision
 from gateway.routing.decision_line import DecisionLogger, decision_line
 from gateway.routing.dispatch import Dispatcher, Outcome, Plan, Usage
 from gateway.routing.explain import decide_again, explain_json
-from gateway.telemetry.decision_log import (
-    AppendFile,
-    DecisionLine,
-    DecisionLog,
-    hashed_key,
-)
+from gateway.telemetry.append_file import AppendFile
+from gateway.telemetry.decision_log import DecisionLine, DecisionLog, hashed_key
 from tests.gateway.decision_parts import UNIX_OFFSET_S, Traffic, a_line, again
 from tests.gateway.routing_parts import Clock, chat, dispatcher, make_pool
 from tests.support import poll_until
