@@ -13,8 +13,11 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from msgspec.structs import replace
+
 from prefix_index.events import BlockRemoved, BlockStored
 from prefix_index.identity import chain_of
+from prefix_index.joining import joined
 from prefix_index.names import NameBudget, Names
 from prefix_index.orphans import Orphans
 
@@ -125,7 +128,7 @@ class WorkerFeed:
     def apply(self, batch: EventBatch) -> None:
         """Apply one batch. Batches must come in sequence, each once."""
         stored, announces = self.stored, False
-        pending: deque[Event] = deque(batch.events)
+        pending: deque[Event] = deque(joined(batch.events))
         while pending:
             event = pending.popleft()
             if isinstance(event, BlockStored):
@@ -188,9 +191,9 @@ class WorkerFeed:
             return []
         if not self._fits(event):
             return []
-        known = self._known_chain(event)
+        known = self._known_beginning(event)
         try:
-            hashes, parent = known or self._new_chain(event)
+            hashes, parent = self._identify(event, known)
         except OverflowError:  # ids that are no ids of any vocabulary
             self.implausible += 1
             self.rejected += 1
@@ -199,7 +202,7 @@ class WorkerFeed:
             self.orphans += 1
             self.rejected += self._orphans.add(event)
             return []
-        if known is None and not self._names.add(event.block_hashes, hashes):
+        if len(known) < len(hashes) and not self._names.add(event.block_hashes, hashes):
             self.unnamed += len(hashes)
             return []
         self._index.store(self._worker, hashes, parent, tier)
@@ -232,29 +235,42 @@ class WorkerFeed:
         self.rejected += 1
         return False
 
-    def _known_chain(self, event: BlockStored) -> tuple[list[BlockHash], BlockHash] | None:
-        """Return hashes and parent of blocks that are all known: one more copy, or a lower tier.
+    def _known_beginning(self, event: BlockStored) -> list[BlockHash]:
+        """Return the leading blocks that are known by name, if the worker holds the first one.
 
         An engine hash stands for tokens *and* extras. Copies in lower tiers may be described
         without their extras, and a salted block must stay with its tenant.
         """
-        hashes = []
+        known: list[BlockHash] = []
         for engine_hash in event.block_hashes:
             block = self._names.get(engine_hash)
             if block is None:
-                return None
-            hashes.append(block)
-        parent = self._index.parent(self._worker, hashes[0])
-        return (hashes, parent) if parent is not None else None
+                break
+            known.append(block)
+        return known if known and self._index.holds(self._worker, known[0]) else []
 
-    def _new_chain(self, event: BlockStored) -> tuple[list[BlockHash], BlockHash | None]:
-        """Hash an event's blocks; no hashes and no parent if that is not known."""
-        parent = None
+    def _identify(
+        self, event: BlockStored, known: list[BlockHash]
+    ) -> tuple[list[BlockHash], BlockHash | None]:
+        """Return our hashes of an event's blocks and the first one's parent.
+
+        No hashes and no parent if that is not known.
+
+        Raises:
+            OverflowError: If a token id does not fit 32 bits.
+        """
+        if known:
+            parent = self._index.parent(self._worker, known[0])
+            rest = _behind(event, len(known))
+            if rest is not None:
+                known = known + chain_of(rest, self._model, known[-1])[0]
+            return known, parent
+        above = None
         if event.parent_block_hash is not None:
-            parent = self._names.get(event.parent_block_hash)
-            if parent is None:
+            above = self._names.get(event.parent_block_hash)
+            if above is None:
                 return [], None
-        return chain_of(event, self._model, parent)
+        return chain_of(event, self._model, above)
 
     def _attach(self, event: BlockStored, tier: Tier) -> None:
         """Store copies that are announced without their tokens."""
@@ -275,23 +291,37 @@ class WorkerFeed:
                 self._changed[block] = engine_hash
 
     def _remove(self, event: BlockRemoved) -> None:
-        tier = _tier(event.medium)
+        index, worker = self._index, self._worker
+        leaving: list[tuple[EngineHash, BlockHash, BlockHash | None]] = []
         for engine_hash in event.block_hashes:
             block = self._names.get(engine_hash)
             if block is None:
                 self._orphans.defer(engine_hash, event)
-                continue
-            parent = self._index.parent(self._worker, block)
-            self._index.remove(self._worker, (block,), tier)
-            self.removed += 1
+            else:
+                leaving.append((engine_hash, block, index.parent(worker, block)))
+        index.remove(worker, [block for _, block, _ in leaving], _tier(event.medium))
+        self.removed += len(leaving)
+        for engine_hash, block, parent in leaving:
             if self.on_change is not None:
                 self._changed[block] = engine_hash
-            if not self._index.holds(self._worker, block):
+            if self._names.get(engine_hash) is not None and not index.holds(worker, block):
                 self._names.forget(engine_hash)
                 if parent is not None:
                     self._departed[engine_hash] = block, parent
                     if len(self._departed) > _MAX_DEPARTED_BLOCKS:
                         self._departed.popitem(last=False)
+
+
+def _behind(event: BlockStored, number: int) -> BlockStored | None:
+    """Return an event's blocks behind the leading ones; None if there are no others."""
+    if number == len(event.block_hashes):
+        return None
+    return replace(
+        event,
+        block_hashes=event.block_hashes[number:],
+        token_ids=event.token_ids[number * event.block_size :],
+        extra_keys=event.extra_keys and event.extra_keys[number:],
+    )
 
 
 def _tier(medium: str | None) -> Tier:

@@ -284,6 +284,17 @@ def test_a_lower_copy_described_without_its_salt_stays_with_its_tenant(worker: W
     assert worker.hit() == 0
 
 
+def test_what_follows_a_block_described_without_its_salt_stays_with_its_tenant(
+    worker: Worker,
+) -> None:
+    salted = hash_blocks(TOKENS, B, root_hash("m", salt="tenant-a"))
+    worker.apply(stored(0, 2, extra_keys=[["tenant-a"], None]))
+    worker.apply(stored(0, 4, medium="CPU"))
+
+    assert worker.index.match(salted) == {"w": Hit(gpu=2 * B, cpu=2 * B)}
+    assert worker.hit() == 0
+
+
 def test_an_adapter_known_only_by_number_is_not_the_base_model(worker: Worker) -> None:
     worker.apply(stored(0, 2, lora_id=7))
 
