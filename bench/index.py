@@ -191,13 +191,15 @@ def measure_clear(fleet: Fleet, num_blocks: int = 1_000_000) -> None:
     for _ in range(num_blocks // 500):
         index.store("large", [rng.randbytes(16) for _ in range(500)], ROOT)
     clear_s = timed(lambda: index.clear("large"))
-    times_s, more = [], True
+    times_s, floor_s, more = [], [], True
     while more:
         start = clock()
         more = index.sweep(500)
         times_s.append(clock() - start)
+        floor_s.append(timed(lambda: sum(range(40_000))))
     show("clear of 1M blocks", ms=round(clear_s * 1e3, 3))
     show("sweep(500) after it", **pauses(times_s))
+    show("floor: the same time spent adding", **pauses(floor_s))
 
 
 def measure_trim(fleet: Fleet, num_stores: int = 5000, event_blocks: int = 32) -> None:
@@ -214,6 +216,17 @@ def measure_trim(fleet: Fleet, num_stores: int = 5000, event_blocks: int = 32) -
         us_per_block=round(median(times_s) / event_blocks * 1e6, 2),
         **pauses(times_s),
     )
+
+
+def measure_replica(rng: random.Random, num_blocks: int = 200_000) -> None:
+    """Copies set one by one in random order, as a snapshot's fields come."""
+    chains = [[rng.randbytes(16) for _ in range(500)] for _ in range(num_blocks // 500)]
+    entries = [pair for chain in chains for pair in zip(chain, [ROOT, *chain], strict=False)]
+    for order in ("parents first", "random"):
+        index = Index(BLOCK_SIZE)
+        used_s = timed(lambda i=index: [i.set_copies("w", b, p, 1) for b, p in entries])
+        show("set_copies", order=order, us_per_block=round(used_s / num_blocks * 1e6, 2))
+        rng.shuffle(entries)
 
 
 def main() -> None:
@@ -240,6 +253,7 @@ def main() -> None:
     measure_clear(fleet)
     measure_trim(fleet)
     measure_match(fleet, args.rounds, "after clearing and trimming")
+    measure_replica(rng)
     measure_ingest(rng, 7)
 
 

@@ -221,7 +221,7 @@ class Blocks:
             num_blocks: States wanted; there are fewer if the chain is scattered over more runs.
             max_runs: Runs to read.
         """
-        runs = []
+        runs: list[array[int]] = []
         while slot and num_blocks > 0 and len(runs) < max_runs:
             start = max(self.joined.rfind(0, 0, slot + 1), slot - num_blocks + 1)
             runs.append(self.state[start : slot + 1])
