@@ -18,6 +18,7 @@ from gateway.routing.cost import (
     estimate_s,
     estimate_token_requests,
     eviction_s,
+    prefill_s,
 )
 from gateway.routing.pull import PULL_START, least_s, with_sources
 
@@ -88,7 +89,7 @@ class Prices:
         """Return (position, cost) of all that may be the least; the longest prefix goes first."""
         request, hits = self._request, self.hits
         candidates, now_s = request.candidates, request.now_s
-        prompt_tokens = request.prompt_tokens
+        prompt_tokens, sources = request.prompt_tokens, request.sources
         # A step's decodes count once beside the prefill (I) and once more in the own decode (G).
         decode_share = 1.0 + OWN_DECODE * request.output_tokens
         if len(positions) == len(hits):
@@ -108,6 +109,8 @@ class Prices:
             model = c.model
             if floor > limit or model is None:
                 continue
+            if not (sources and c.can_pull):
+                floor = prefill = prefill_s(model, max(1, prompt_tokens - hit), prompt_tokens)
             queued = c.queued_s
             if queued:
                 progress = now_s - c.progress_at_s
@@ -115,6 +118,7 @@ class Prices:
                     queued -= progress
                 if queued > 0.0 and prefill + queued > floor:
                     floor = prefill + queued
+            floor += model.step_s
             n = c.in_flight
             if n:
                 step = model.context_s * c.context_tokens + model.token_s * n
@@ -147,12 +151,12 @@ class Prices:
         token_s = min([model.token_s for model in models])
         attention_s = min([model.attention_s for model in models])
 
-        def prefill_s(hit: int) -> float:
+        def least_prefill_s(hit: int) -> float:
             uncached = prompt_tokens - hit if prompt_tokens > hit else 1
             return (token_s + attention_s * (prompt_tokens - uncached / 2)) * uncached
 
         if not pulling:
-            return {hit: (alone := prefill_s(hit), alone) for hit in set(self.hits)}
+            return {hit: (alone := least_prefill_s(hit), alone) for hit in set(self.hits)}
         measured = [rate for c in pulling for rate in c.pull_rates.values()]
         rate = max(PULL_START / token_s, *measured, 0.0)
-        return {hit: least_s(prefill_s, hit, sources, rate) for hit in set(self.hits)}
+        return {hit: least_s(least_prefill_s, hit, sources, rate) for hit in set(self.hits)}
