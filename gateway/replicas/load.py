@@ -155,16 +155,16 @@ class Channel:
             sent.clear()  # workers may have left
         self._is_busy = False
         for worker_id, worker in self._pool.workers.items():
-            books = worker.books
-            if books.in_flight:
+            load = worker.books.load
+            if load.in_flight:
                 self._is_busy = True
             state = (
-                *(books.in_flight, books.queued_tokens, books.queued_s, books.context_tokens),
-                *(books.progress_at_s, books.restore_until_s),
+                *(load.in_flight, load.queued_tokens, load.queued_s, load.context_tokens),
+                *(load.progress_at_s, load.restore_until_s),
             )
             if is_full:
-                counts = books.in_flight or books.restore_until_s > now_s
-                if not counts and now_s - books.progress_at_s > PROGRESS_S:
+                counts = load.in_flight or load.restore_until_s > now_s
+                if not counts and now_s - load.progress_at_s > PROGRESS_S:
                     sent[worker_id] = state
                     continue
             elif sent.get(worker_id, _NOTHING) == state:
@@ -173,12 +173,12 @@ class Channel:
             rows.append(
                 LoadRow(
                     worker_id,
-                    books.in_flight,
-                    books.queued_tokens,
-                    micros(books.queued_s),
-                    books.context_tokens,
-                    micros(now_s - books.progress_at_s),
-                    micros(books.restore_until_s - now_s),
+                    load.in_flight,
+                    load.queued_tokens,
+                    micros(load.queued_s),
+                    load.context_tokens,
+                    micros(now_s - load.progress_at_s),
+                    micros(load.restore_until_s - now_s),
                 )
             )
         return rows
