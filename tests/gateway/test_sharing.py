@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
@@ -65,7 +68,7 @@ async def test_the_next_reader_goes_on_behind_the_last_published_batch(valkey: V
 async def test_the_gateways_serve_without_redis_and_share_again_when_it_is_back(
     valkey: Valkey,
 ) -> None:
-    """Down at the start, started, killed, slow: nothing is worse than one process by itself."""
+    """R17: down at the start, started, standing still, back: never worse than one process."""
     valkey.stop()
     async with publishing("w") as publishers:
         one = Side(valkey.url, publishers, name="one", timeout_s=0.2)
@@ -243,3 +246,64 @@ async def test_a_url_where_nobody_listens_costs_the_start_nothing() -> None:
     async with running(side):
         assert not side.link.is_up
     assert time.monotonic() - began_s < 5
+
+
+async def test_a_slow_redis_is_one_that_is_away_and_comes_back_within_seconds(
+    valkey: Valkey,
+) -> None:
+    """R17: behind a proxy that delays each answer by 300 ms, with a timeout of 20 ms."""
+    proxy = SlowProxy(valkey.port)
+    async with publishing("w") as publishers, proxy.running() as url:
+        one = Side(url, publishers, name="one", timeout_s=0.02)
+        async with running(one):
+            await publishers["w"].publish(batch(blocks(0, 4)))
+            await poll_until(lambda: hit_blocks(one) == 4)
+            proxy.delay_s = 0.3
+            await poll_until(lambda: not one.link.is_up)
+            tried = one.link.errors.total()
+            for _ in range(1000):
+                one.sharing.routed(one.pool, one.pool.workers["w"], OURS, root_hash("m"))
+            assert one.link.errors.total() == tried, "no request tries the server"
+            await publishers["w"].publish(batch(blocks(4, 6)))
+            await poll_until(lambda: hit_blocks(one) == 6)
+            proxy.delay_s = 0.0
+            await poll_until(lambda: one.link.is_up and one.role("w") == "hold", deadline_s=10)
+
+
+class SlowProxy:
+    """Passes bytes on, the server's after a while."""
+
+    def __init__(self, port: int) -> None:
+        self.delay_s = 0.0
+        self._port = port
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        try:
+            yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+        finally:
+            server.close()
+
+    async def _connected(self, reader: StreamReader, writer: StreamWriter) -> None:
+        try:
+            server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._port)
+            try:
+                await asyncio.gather(
+                    self._pass(reader, server_writer, delays=False),
+                    self._pass(server_reader, writer, delays=True),
+                )
+            finally:
+                server_writer.close()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    async def _pass(self, reader: StreamReader, writer: StreamWriter, *, delays: bool) -> None:
+        while data := await reader.read(65536):
+            if delays and self.delay_s:
+                await asyncio.sleep(self.delay_s)
+            writer.write(data)
+            await writer.drain()
+        writer.close()
