@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from gateway.fleet.engine import Engine
+from gateway.fleet.fingerprints import Identity, regroup
 from gateway.fleet.follow import Following
 from gateway.fleet.index_state import index_state
 from gateway.fleet.parity import ParityCheck
@@ -247,8 +248,12 @@ class Fleet:
         self.pools.append(pool)
 
     def _watch(self, pool: Pool, engine: Engine) -> None:
+        identity = Identity(pool, engine.workers, engine.upstream)
+        asking: asyncio.Task[object] | None = None
+
         def new_epoch() -> None:
             log.info("worker_restarted", worker=engine.id)
+            identity.restarted()
             for worker in engine.workers:
                 self.parities[worker.id].restarted()
                 feed = self.feeds.get(worker.id)
@@ -258,6 +263,7 @@ class Fleet:
                     pool.forget(worker)
 
         async def alive(scrape: Scrape) -> None:
+            nonlocal asking
             for feed in self._feeds_of(engine):
                 feed.tell_block_size()
             gone = await engine.learn(scrape, self._clock())
@@ -267,6 +273,8 @@ class Fleet:
             if prompts.is_wanted:
                 await prompts.learn(engine.upstream, engine.workers[0].block_size)
             self._start_feeds(pool)
+            if asking is None or asking.done():
+                asking = self._spawn(identity.check(scrape.kv_dtype))
             for worker in engine.workers:
                 parity = self.parities[worker.id]
                 if parity.is_due:
@@ -312,6 +320,7 @@ class Fleet:
             pool.add(worker)
             self._homes[worker.id] = pool, engine
             self._look_after(pool, worker, engine, watch)
+        regroup(pool)
 
     def _feeds_of(self, engine: Engine) -> list[Feed]:
         return [self.feeds[w.id] for w in engine.workers if w.id in self.feeds]

@@ -46,6 +46,7 @@ class Scrape:
         running: Requests being computed, all ranks together.
         waiting: Requests queued in the engine.
         values: The contract's figures that the worker reports itself.
+        kv_dtype: Type of its KV; empty if it does not say.
     """
 
     epoch: float | None = None
@@ -54,6 +55,7 @@ class Scrape:
     running: float | None = None
     waiting: float | None = None
     values: dict[str, float] = field(default_factory=dict)
+    kv_dtype: str = ""
 
 
 def parse(text: str) -> Scrape:
@@ -73,6 +75,7 @@ def _take(scrape: Scrape, name: str, labels: str, value: float) -> None:
         scrape.epoch = value
     elif name == "vllm:cache_config_info":
         config = dict(_LABEL.findall(labels))
+        scrape.kv_dtype = config.get("cache_dtype", "")
         block_size, blocks = config.get("block_size", ""), config.get("num_gpu_blocks", "")
         if block_size.isdigit() and int(block_size) > 0:
             scrape.block_size = int(block_size)

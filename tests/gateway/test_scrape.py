@@ -19,12 +19,19 @@ def test_a_real_vllm_tells_epoch_block_size_and_queue() -> None:
     assert scrape.capacity_tokens % 32 == 0
     assert (scrape.running, scrape.waiting) == (0.0, 0.0)
     assert scrape.values == {}
+    assert scrape.kv_dtype == "auto"
 
 
 def test_the_contract_names_of_a_runner_are_kept() -> None:
     text = 'kv_cache_gpu_usage_bytes{scope="worker"} 1024\nkv_cache_eviction_count 3\n'
 
     assert parse(text).values == {"kv_cache_gpu_usage_bytes": 1024, "kv_cache_eviction_count": 3}
+
+
+def test_a_sglang_tells_its_queue_under_its_own_names() -> None:
+    scrape = parse("sglang:num_running_reqs 2\nsglang:num_queue_reqs 3\n")
+
+    assert (scrape.running, scrape.waiting) == (2, 3)
 
 
 def test_ranks_are_added_up() -> None:
