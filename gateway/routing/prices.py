@@ -18,7 +18,6 @@ from gateway.routing.cost import (
     estimate_s,
     estimate_token_requests,
     eviction_s,
-    prefill_s,
 )
 from gateway.routing.pull import PULL_START, least_s, with_sources
 
@@ -89,7 +88,7 @@ class Prices:
         """Return (position, cost) of all that may be the least; the longest prefix goes first."""
         request, hits = self._request, self.hits
         candidates, now_s = request.candidates, request.now_s
-        prompt_tokens, sources = request.prompt_tokens, request.sources
+        sources = request.sources
         # A step's decodes count once beside the prefill (I) and once more in the own decode (G).
         decode_share = 1.0 + OWN_DECODE * request.output_tokens
         if len(positions) == len(hits):
@@ -101,16 +100,16 @@ class Prices:
         costs = {first: best}
         bounds = self._bounds(positions)
         # Most often this leaves the holders of a prefix alone.
-        open_hits = {hit for hit, (floor, _) in bounds.items() if floor <= limit}
+        open_hits = {hit for hit, bound in bounds.items() if bound[0] <= limit}
         for i in [i for i in positions if hits[i] in open_hits]:
             hit = hits[i]
-            floor, prefill = bounds[hit]
+            floor, prefill, uncached, depth = bounds[hit]
             c = candidates[i]
             model = c.model
             if floor > limit or model is None:
                 continue
             if not (sources and c.can_pull):
-                floor = prefill = prefill_s(model, max(1, prompt_tokens - hit), prompt_tokens)
+                floor = prefill = model.token_s * uncached + model.attention_s * depth
             queued = c.queued_s
             if queued:
                 progress = now_s - c.progress_at_s
@@ -126,7 +125,6 @@ class Prices:
             if floor * c.bias + c.overdue_s > limit:
                 continue
             if c.capacity_tokens:
-                uncached = prompt_tokens - hit
                 filled = c.held_tokens + c.queued_tokens + uncached + OUTPUT_ALLOWANCE_TOKENS
                 if filled > EVICTION_FILL * c.capacity_tokens:
                     floor += eviction_s(model, c, uncached)
@@ -139,24 +137,36 @@ class Prices:
                 limit = best + ROUNDING * (1.0 + best)
         return sorted(costs.items())
 
-    def _bounds(self, positions: Sequence[int]) -> dict[int, tuple[float, float]]:
-        """Bound the price of any candidate by its hit tokens alone; see ``least_s``."""
-        request = self._request
+    def _bounds(self, positions: Sequence[int]) -> dict[int, tuple[float, float, int, float]]:
+        """Bound the price of any candidate by its hit tokens alone.
+
+        Returns:
+            By hit tokens: ``least_s``, the uncached tokens, and these times their mean depth.
+        """
+        request, held = self._request, set(self.hits)
         prompt_tokens, sources = request.prompt_tokens, request.sources
+        uncached = {hit: max(1, prompt_tokens - hit) for hit in held}
+        depths = {hit: u * (prompt_tokens - u / 2) for hit, u in uncached.items()}
         pulling: list[Candidate] = []
         if sources:
             pulling = [c for i in positions if (c := request.candidates[i]).can_pull]
+        if len(held) == 1 and not pulling:  # hit tokens tell nobody apart
+            return {hit: (0.0, 0.0, uncached[hit], depths[hit]) for hit in held}
         # None is missing: these are prices in seconds.
         models = [model for i in positions if (model := request.candidates[i].model) is not None]
         token_s = min([model.token_s for model in models])
         attention_s = min([model.attention_s for model in models])
+        least = {hit: token_s * uncached[hit] + attention_s * depths[hit] for hit in held}
+        if not pulling:
+            return {hit: (least[hit], least[hit], uncached[hit], depths[hit]) for hit in held}
 
         def least_prefill_s(hit: int) -> float:
-            uncached = prompt_tokens - hit if prompt_tokens > hit else 1
-            return (token_s + attention_s * (prompt_tokens - uncached / 2)) * uncached
+            left = max(1, prompt_tokens - hit)
+            return token_s * left + attention_s * left * (prompt_tokens - left / 2)
 
-        if not pulling:
-            return {hit: (alone := least_prefill_s(hit), alone) for hit in set(self.hits)}
         measured = [rate for c in pulling for rate in c.pull_rates.values()]
         rate = max(PULL_START / token_s, *measured, 0.0)
-        return {hit: least_s(least_prefill_s, hit, sources, rate) for hit in set(self.hits)}
+        return {
+            hit: (*least_s(least_prefill_s, hit, sources, rate), uncached[hit], depths[hit])
+            for hit in held
+        }
