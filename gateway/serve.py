@@ -30,6 +30,7 @@ from gateway.operators import Operators
 from gateway.parts import admin_token, make_limits, make_link, make_rewriters
 from gateway.proxy.server import LIFECYCLE, make_app, serve
 from gateway.replicas.load import LoadExchange
+from gateway.replicas.metrics import LoadCollector
 from gateway.routing import segments
 from gateway.routing.dispatch import Dispatcher
 from gateway.runtime import configure_logs, run_loop
@@ -173,6 +174,7 @@ class Gateway:
         self.exchange = LoadExchange(link, self.fleet.pools, gateway=name, clock=time.monotonic)
         self.sharing = Sharing(self.fleet, link, name=name)
         self.telemetry.register(SharingCollector(self.sharing))
+        self.telemetry.register(LoadCollector(self.exchange))
 
     def _share(self, coroutine: Coroutine[Any, Any, object]) -> None:
         """Run something over the link until ``close``."""

@@ -66,6 +66,8 @@ class Channel:
     """One pool's part of the exchange; used by ``LoadExchange`` only.
 
     Attributes:
+        name: Of the channel.
+        pool: Name of the pool.
         others: What the other gateways have in flight there.
     """
 
@@ -73,6 +75,7 @@ class Channel:
         self.name = name
         self.others = OthersLoad()
         self.others.is_connected = False
+        self.pool = pool.name
         self._pool = pool
         self._gateway = gateway
         self._leads, self._texts = SharedPending(on_lead), SharedPending(on_lead)
@@ -222,6 +225,15 @@ class LoadExchange:
         """Whether what this gateway says comes back to it, so that the others' words would too."""
         return self._clock() - self._heard_self_s <= GONE_S
 
+    @property
+    def others(self) -> dict[str, OthersLoad]:
+        """Pool name -> what the other gateways have in flight there."""
+        return {channel.pool: channel.others for channel in self.channels.values()}
+
+    def age_s(self, pool: str) -> float:
+        """Return how old the view of a pool's other gateways is; infinite while it is unknown."""
+        return self.others[pool].age_s(self._clock())
+
     async def run(self) -> None:
         """Exchange until cancelled; then say goodbye."""
         try:
@@ -283,6 +295,7 @@ class LoadExchange:
             report = decode(data)
             if report.gateway == self._gateway:
                 self._heard_self_s = now_s
+                channel.others.is_connected = True
                 return
             channel.heard(report, now_s)
             self.num_heard += 1

@@ -194,17 +194,21 @@ def test_a_gateway_that_is_killed_takes_its_load_with_it(replicas: Replicas) -> 
     asking.join()
 
 
-def test_without_redis_no_request_fails_and_sharing_comes_back(replicas: Replicas) -> None:
+@pytest.mark.parametrize("fault", ["killed", "stands still"])
+def test_without_redis_no_request_waits_or_fails_and_sharing_comes_back(
+    fault: str, replicas: Replicas
+) -> None:
     a, b = replicas.gateways[:2]
-    replicas.valkey.stop()
-    statuses = [
-        ask(replicas.gateways[n % 2], body(document(f"alone {n}", rules=2))) for n in range(10)
-    ]
+    valkey = replicas.valkey
+    wait_for(lambda: hears_others(a) and hears_others(b), "both are connected")
+    valkey.stop() if fault == "killed" else valkey.pause()
+    # Nothing answers meanwhile, so a request that waited would wait for ever.
+    statuses = [ask((a, b)[n % 2], body(document(f"{fault} {n}", rules=2))) for n in range(10)]
     wait_for(lambda: not hears_others(a), "the gateway knows that it is alone")
-    replicas.valkey.start()
+    valkey.start() if fault == "killed" else valkey.resume()
 
     assert set(statuses) == {200}
     wait_for(lambda: hears_others(a) and hears_others(b), "both are connected again")
-    asking = Asking(a, body(document("again"), max_tokens=8))
+    asking = Asking(a, body(document(f"{fault}, again"), max_tokens=8))
     wait_for(lambda: in_flight(b) == 1, "and share again")
     asking.join()

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from math import inf
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from gateway.replicas.load import LoadExchange
+from gateway.replicas.metrics import LoadCollector
 from gateway.routing.pool import Pool
 from prefix_index.replica.link import Link
 from tests.gateway.routing_parts import make_pool
@@ -179,6 +181,12 @@ async def test_hostile_messages_are_counted_and_change_nothing(
 
     await poll_until(lambda: b.exchange.errors["BadMessage"] == 4)
     assert b.in_flight() == 1
+    registry = CollectorRegistry()
+    registry.register(LoadCollector(b.exchange))
+    assert registry.get_sample_value("warmlane_load_errors_total", {"kind": "BadMessage"}) == 4
+    assert registry.get_sample_value("warmlane_other_gateways", {"pool": "chat"}) == 1
+    age = "warmlane_load_age_seconds"
+    await poll_until(lambda: registry.get_sample_value(age, {"pool": "chat"}) is not None)
 
 
 async def test_pools_do_not_hear_each_other(start: Start, valkey: Valkey) -> None:
