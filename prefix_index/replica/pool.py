@@ -8,7 +8,6 @@ is away everybody reads all events: workers send them to whoever listens. No req
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Final
@@ -135,8 +134,9 @@ class PoolReplica:
         finally:
             for view in self.views.values():
                 view.unfollow()
-            with contextlib.suppress(*LINK_ERRORS):
-                await self.leases.release(self.views)
+            # A task of its own: this one is being cancelled. If it fails, the leases run out.
+            release = asyncio.ensure_future(self.leases.release(self.views))
+            await asyncio.gather(release, return_exceptions=True)
 
     async def _forever(
         self, step: Callable[[], Coroutine[None, None, None]], pause_s: float
@@ -308,7 +308,9 @@ class PoolReplica:
             finally:
                 # Between the last delta that waited and this nothing can have come.
                 view.is_loading = False
-            if not is_done:
+            if is_done and view.applied:
+                view.current_s = view.loaded_s  # what was read was true when the reading began
+            elif not is_done:
                 view.needs_load = True
 
     async def _load_one(self, view: View) -> bool:
