@@ -99,6 +99,7 @@ class Feed:
         self._worker = worker
         self._index = index
         self._clock = clock
+        self._has_buffer = replay is not None
         self._doubt: EventHealth | None = None
         self._doubted_s = 0.0
         # When a prompt was computed of which events must follow.
@@ -106,7 +107,7 @@ class Feed:
         # (when, first block, whether it is salted) of prompts that no event has shown yet.
         self._awaited: deque[tuple[float, BlockHash, bool]] = deque(maxlen=_MAX_AWAITED)
         self._num_unseen = self._num_overclaims = 0
-        self._implausible_before = self._processes_before = 0
+        self._implausible_before = self._processes_before = self._restarts_before = 0
         self.ingest = WorkerFeed(index, worker.id, pool.models[0], budget=budget, names=names)
         self.subscriber = EventSubscriber(
             events,
@@ -159,8 +160,11 @@ class Feed:
 
     def new_epoch(self) -> None:
         """The worker's process is a new one: forget the old cache, ask for the new one's events."""
-        self._trust_again()
-        self.subscriber.restart()
+        was_seen = self.subscriber.restarts > self._restarts_before
+        self._restarts_before = self.subscriber.restarts
+        # Without a buffer nothing of what it has said already could be had again.
+        if self._has_buffer or not was_seen:
+            self._believe()
 
     def forget(self) -> None:
         """The worker's cache was dropped at our request: forget it before its events say so."""
@@ -230,7 +234,8 @@ class Feed:
             return
         if self._worker.mode != "exact":
             self._believe()
-            return
+            if self._has_buffer:
+                return  # all of it comes again, this batch as well
         self.ingest.apply(batch)
         self._judge()
 
@@ -265,7 +270,10 @@ class Feed:
         self._trust_again()
         if self._worker.mode != "text":
             self._pool.set_mode(self._worker, "exact")
-        self.subscriber.restart()
+        if self._has_buffer:
+            self.subscriber.restart()
+        else:
+            self._clear("nothing of before can be had")
 
     def _trust_again(self) -> None:
         self._doubt = None

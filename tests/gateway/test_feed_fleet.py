@@ -323,6 +323,24 @@ async def test_a_new_process_is_a_new_cache_whatever_its_events_say() -> None:
             assert pool_of(fleet).workers["w1"].epoch == 6
 
 
+async def test_a_restart_that_its_events_showed_first_loses_nothing_of_the_new_process() -> None:
+    engine = Telling(metrics="process_start_time_seconds 5\n")
+    async with publisher() as source, telling(engine) as url:
+        config = {"id": "w1", "url": url, "kv_events": source.endpoint}
+        async with fleet_of(config) as fleet:
+            await source.subscribed()
+            await source.publish(payload(stored(0, 3)))
+            await poll_until(lambda: blocks(fleet, "w1") == 3)
+            source.sequence = 0
+            await source.publish(payload(stored(0, 1)))
+            await poll_until(lambda: blocks(fleet, "w1") == 1)
+            engine.metrics = "process_start_time_seconds 6\n"
+            fleet.watches["w1"]._scraped_s = float("-inf")
+            await poll_until(lambda: pool_of(fleet).workers["w1"].epoch == 6)
+            await source.publish(payload(stored(1, 2)))
+            await poll_until(lambda: blocks(fleet, "w1") == 2)
+
+
 async def test_an_operator_sees_how_each_worker_is_known() -> None:
     async with publisher() as source, telling(Telling()) as url:
         workers = [
