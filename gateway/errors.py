@@ -181,6 +181,13 @@ class PoolUnavailable(GatewayError):
     default_retry_after_s = 2.0
 
 
+class PoolOverloaded(PoolUnavailable):
+    """More requests wait for a worker of the pool than may, or one waited longer than it should."""
+
+    # RFC 6585, 4: the client, or all of them together, asked for too much.
+    status = 429
+
+
 class ShuttingDown(PoolUnavailable):
     """This gateway takes no more requests; another replica will."""
 

@@ -58,7 +58,11 @@ def known_held_tokens(pool: Pool, inbound: Inbound) -> int | None:
         return None
     salt = inbound.body.get("cache_salt")
     try:
-        draft = pool.reader.chat(inbound.body, salt=salt if isinstance(salt, str) else "")
+        draft = pool.reader.chat(
+            inbound.body,
+            adapter=pool.adapter_of(inbound.model),
+            salt=salt if isinstance(salt, str) else "",
+        )
         if draft.unknown_chars <= MAX_INLINE_CHARS:
             prompt = draft.complete()
             hashes = prompt.block_hashes[: usable_blocks(prompt.num_tokens, prompt.block_size)]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gateway.errors import (
     ConnectFailed,
     FirstByteTimeout,
+    PoolOverloaded,
     PoolUnavailable,
     ResetBeforeFirstByte,
     UpstreamError,
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from gateway.proxy.forward import Proxy
     from gateway.routing.dispatch import Decision, Inbound, Plan, Ticket
     from gateway.telemetry.record import RequestRecord
-
-# RFC 6585, 4: more requests wait than may, or for longer than they should.
-STATUS_TOO_MANY = 429
 
 
 class Form(NamedTuple):
@@ -150,12 +148,16 @@ class Sending:
                 f"All workers of pool {plan.pool.name!r} are busy and {full.num_waiting} requests "
                 "wait for them already."
             )
-            raise _overloaded(message, "queue_full", full.retry_after_s) from full
+            raise PoolOverloaded(
+                message, code="queue_full", retry_after_s=full.retry_after_s
+            ) from full
         except GateTimeout as late:
             message = (
                 f"No worker of pool {plan.pool.name!r} became free within {late.waited_s:g} s."
             )
-            raise _overloaded(message, "queue_timeout", late.retry_after_s) from late
+            raise PoolOverloaded(
+                message, code="queue_timeout", retry_after_s=late.retry_after_s
+            ) from late
         finally:
             self._record.queue_s += plan.queued_s
 
@@ -259,13 +261,6 @@ def _is_last_resort(decision: Decision) -> bool:
     if decision.worker is None:
         return True
     return decision.input.candidates[decision.position].why == "panic"
-
-
-def _overloaded(message: str, code: str, retry_after_s: float) -> PoolUnavailable:
-    """Return the error of a request that the gateway has no place for."""
-    error = PoolUnavailable(message, code=code, retry_after_s=max(1.0, retry_after_s))
-    error.status = STATUS_TOO_MANY
-    return error
 
 
 def _note(record: RequestRecord, ticket: Ticket, plan: Plan) -> None:

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 ON_BOTH_LOOPS = frozenset(("test_upstream", "test_faults", "test_front"))
 # What clients see may not depend on what serves them.
 ON_BOTH_FRONTS = frozenset(
-    ("test_http", "test_faults", "test_proxy", "test_server", "test_api_openai", "test_smuggling")
+    (
+        *("test_http", "test_faults", "test_proxy", "test_server", "test_api_openai"),
+        *("test_smuggling", "test_routes_http"),
+    )
 )
 
 
