@@ -96,14 +96,15 @@ class Engine:
         return gone
 
     def _has_questions(self) -> bool:
-        # SGLang's metrics do not tell the block size.
+        # A list names all publishers, an empty one that none is to be followed. SGLang's metrics
+        # do not tell the block size.
         return not isinstance(self._config.kv_events, list) or self._pool.engine == "sglang"
 
     def _use(self, found: Sequence[EventSource]) -> list[Worker]:
         sources = configured(self._config)
-        if not sources:
+        if self._config.kv_events is None:
             sources = list(found)
-        elif len(sources) == 1:
+        elif isinstance(self._config.kv_events, str):
             sources = spread(sources[0], len(found))
         if sources == self._sources or not sources:
             return []

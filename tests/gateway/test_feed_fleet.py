@@ -78,6 +78,20 @@ async def test_a_publisher_that_nobody_configured_is_found_and_followed() -> Non
             assert (worker.mode, worker.rank) == ("exact", None)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+async def test_who_configures_an_empty_list_wants_no_events(engine: str) -> None:
+    answers = {
+        "/kv_event_sources": {"0": {"endpoint": "tcp://*:5557", "topic": ""}},
+        "/server_info": {"kv_events": {"publisher": "zmq", "endpoint_port_base": 5557}},
+    }
+    async with (
+        telling(Telling(answers)) as url,
+        fleet_of({"id": "w1", "url": url, "kv_events": []}, engine=engine) as fleet,
+    ):
+        assert not fleet.has_events(pool_of(fleet).workers["w1"])
+        assert not fleet.feeds
+
+
 async def test_a_worker_that_names_another_host_is_not_followed_and_says_why() -> None:
     answer = {"endpoint": "tcp://10.1.2.3:5557", "topic": ""}
     async with (
