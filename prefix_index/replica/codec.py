@@ -96,8 +96,6 @@ def unpack_state(value: object) -> State:
     if not isinstance(value, bytes) or len(value) <= HASH_BYTES or value[0] > _MAX_FLAG:
         raise SharedValueError("no block state")
     flag, parent, rest = value[0], value[1 : 1 + HASH_BYTES], value[1 + HASH_BYTES :]
-    if flag == _BYTES and 0 < len(rest) <= _MAX_NAME_BYTES:  # the common case
-        return State(parent, 1, rest)
     copies = 1
     if flag & _HAS_COPIES:
         if len(rest) < _U64.size:
@@ -115,6 +113,21 @@ def unpack_state(value: object) -> State:
     if kind == _NO_NAME:
         return State(parent, copies, None)
     return State(parent, copies, (_I64 if kind == _SIGNED else _U64).unpack(rest)[0])
+
+
+def unpack_plain(value: bytes) -> tuple[BlockHash, EngineHash] | None:
+    """Return parent and name of the commonest states; None for all others, good or not.
+
+    One copy in GPU memory, with a name that is a digest or a signed number.
+    """
+    size = len(value) - HASH_BYTES - 1
+    if not 0 < size <= _MAX_NAME_BYTES:
+        return None
+    if value[0] == _BYTES:
+        return value[1 : 1 + HASH_BYTES], value[1 + HASH_BYTES :]
+    if value[0] == _SIGNED and size == _I64.size:
+        return value[1 : 1 + HASH_BYTES], _I64.unpack_from(value, 1 + HASH_BYTES)[0]
+    return None
 
 
 def pack_delta(states: Mapping[BlockHash, bytes]) -> bytes:

@@ -7,25 +7,36 @@ wait and are applied afterwards, and as they carry absolute states the end is th
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from prefix_index.replica.codec import HASH_BYTES, SharedValueError, State, unpack_state
+from prefix_index.replica.codec import (
+    HASH_BYTES,
+    SharedValueError,
+    unpack_plain,
+    unpack_state,
+)
 from prefix_index.replica.link import answer
 
 if TYPE_CHECKING:
     from prefix_index.blocks import BlockHash
+    from prefix_index.events import EngineHash
     from prefix_index.index import Index
     from prefix_index.replica.lease import Shared
     from prefix_index.replica.link import Link
     from prefix_index.replica.view import View
-
-    States = dict[BlockHash, State]
 
 # Fields per read: the server takes 0.2 ms for them, unpacking them takes 1 ms.
 _SCAN_FIELDS: Final = 500
 # Blocks written, or looked at, between two turns of other tasks: 1 ms.
 _SLICE_BLOCKS: Final = 250
 _ONE_GPU_COPY: Final = 1
+
+
+class States(NamedTuple):
+    """What a worker holds: block -> parent, and packed copies where they are not one in the GPU."""
+
+    parents: dict[BlockHash, BlockHash]
+    copies: dict[BlockHash, int]
 
 
 async def load(link: Link, state_key: str, view: View, shared: Shared, index: Index) -> bool:
@@ -70,48 +81,64 @@ def _is_overtaken(view: View) -> bool:
 
 async def _scan(link: Link, key: str, view: View) -> States | None:
     """Read all states, and the names of their blocks; None if overtaken."""
-    states: States = {}
+    states = States({}, {})
     cursor, is_first = 0, True
     while cursor or is_first:
         is_first = False
         found: Any = await answer(link.client.hscan(key, cursor, count=_SCAN_FIELDS))
         cursor = int(found[0])
-        names, named = [], []
-        for block, value in found[1].items():
-            state = states[block] = unpack_state(value)
-            if len(block) != HASH_BYTES or block == state.parent:
-                raise SharedValueError("no block hash")
-            if state.name is not None:
-                names.append(state.name)
-                named.append(block)
-        view.source.adopt(names, named)
+        view.source.adopt(*_unpack(found[1], states))
         await asyncio.sleep(0)
         if _is_overtaken(view):
             return None
     return states
 
 
+def _unpack(fields: dict[bytes, bytes], states: States) -> tuple[list[EngineHash], list[BlockHash]]:
+    """Add fields of a state, and return the names and whose they are."""
+    parents, copies = states
+    names: list[EngineHash] = []
+    named: list[BlockHash] = []
+    for block, value in fields.items():
+        if len(block) != HASH_BYTES:
+            raise SharedValueError("no block hash")
+        plain = unpack_plain(value)  # a million times; a tuple less counts
+        if plain is None:
+            state = unpack_state(value)
+            parent = state.parent
+            if state.copies != _ONE_GPU_COPY:
+                copies[block] = state.copies
+            if state.name is not None:
+                names.append(state.name)
+                named.append(block)
+        else:
+            parent, name = plain
+            names.append(name)
+            named.append(block)
+        if parent == block:
+            raise SharedValueError("a block is its own parent")
+        parents[block] = parent
+    return names, named
+
+
 async def _fill(index: Index, worker: str, states: States) -> bool:
     """Write states of a worker of which the view has nothing: chain by chain, which is cheapest."""
+    parents, copies = states
     num_written = 0
-    while states:
-        block, state = states.popitem()
-        chain, others = [block], []
-        while True:
-            if state.copies != _ONE_GPU_COPY:
-                others.append((chain[-1], state))
-            above = states.pop(state.parent, None)
-            if above is None or len(chain) >= _SLICE_BLOCKS:
-                break
-            chain.append(state.parent)
-            state = above
-        if above is not None:
-            states[state.parent] = above  # the chain goes on in the next slice
+    while parents:
+        block, parent = parents.popitem()
+        chain = [block]
+        while len(chain) < _SLICE_BLOCKS and (above := parents.pop(parent, None)) is not None:
+            chain.append(parent)
+            parent = above
         chain.reverse()
-        index.store(worker, chain, state.parent)
-        for block, other in others:
-            index.set_copies(worker, block, other.parent, other.copies)
-        num_written += len(chain) + len(others)
+        index.store(worker, chain, parent)
+        num_written += len(chain)
+        if copies:
+            for at, block in enumerate(chain):
+                if block in copies:
+                    above = chain[at - 1] if at else parent
+                    index.set_copies(worker, block, above, copies[block])
         if num_written >= _SLICE_BLOCKS:
             num_written = 0
             await asyncio.sleep(0)
@@ -126,8 +153,8 @@ async def _update(index: Index, view: View, states: States) -> bool:
         # Reading is twenty times as cheap as writing, and most of a page is others' blocks.
         page, cursor = index.page(worker, cursor, 4 * _SLICE_BLOCKS)
         for block, parent, copies in page:
-            state = states.pop(block, None)
-            held = 0 if state is None else state.copies
+            is_held = states.parents.pop(block, None) is not None
+            held = states.copies.get(block, _ONE_GPU_COPY) if is_held else 0
             if held != copies:
                 index.set_copies(worker, block, parent, held)
         await asyncio.sleep(0)

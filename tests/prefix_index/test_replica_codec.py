@@ -17,6 +17,7 @@ from prefix_index.replica.codec import (
     pack_state,
     unpack_delta,
     unpack_head,
+    unpack_plain,
     unpack_state,
 )
 
@@ -28,7 +29,17 @@ states = st.builds(State, hashes, copies | st.just(1), names)
 
 @given(states)
 def test_a_state_comes_back_as_it_was(state: State) -> None:
-    assert unpack_state(pack_state(*state)) == state
+    packed = pack_state(*state)
+    assert unpack_state(packed) == state
+    plain = unpack_plain(packed)
+    assert plain is None or (plain[0], 1, plain[1]) == state
+
+
+@given(st.binary(max_size=160))
+def test_the_short_way_takes_nothing_that_the_long_one_refuses(value: bytes) -> None:
+    plain = unpack_plain(value)
+    if plain is not None:
+        assert unpack_state(value) == State(plain[0], 1, plain[1])
 
 
 @pytest.mark.parametrize("name", [2**64, -(2**63) - 1, b"x" * 129])
