@@ -16,6 +16,7 @@ What a client gets, always as OpenAI's body and with ``x-request-id``::
     |   +-- HeadTooLarge         431
     +-- WorkerFailed             502 api_error
     +-- PoolUnavailable          503 overloaded_error, retry-after
+    |   +-- PoolOverloaded       429 overloaded_error, retry-after
     |   +-- ShuttingDown         503 overloaded_error, retry-after
     +-- WorkerTimeout            504 timeout_error
 

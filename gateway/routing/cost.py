@@ -34,7 +34,7 @@ MAX_BATCHED_TOKENS = 8192
 STORE = "@store"
 
 
-class CostModel(msgspec.Struct, frozen=True, gc=False):
+class CostModel(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """The constants of one worker, learned online or configured.
 
     Attributes:
@@ -58,7 +58,7 @@ class CostModel(msgspec.Struct, frozen=True, gc=False):
     restore_remote_tokens_per_s: float = 2_000.0
 
 
-class Candidate(msgspec.Struct, gc=False):
+class Candidate(msgspec.Struct, gc=False, omit_defaults=True):
     """One worker as plain numbers: everything that the choice reads about it.
 
     Times are seconds on the clock of ``RouteInput.now_s``; everything else is tokens or counts.

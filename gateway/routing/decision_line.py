@@ -39,7 +39,7 @@ def decision_line(
         block_grain_tokens=stride * block_size,
         blocks=[block.hex() for block in hashes[stride - 1 :: stride]],
         prompt_tokens=decision.input.prompt_tokens,
-        output_tokens=getattr(ticket, "completion_tokens", None),
+        output_tokens=ticket.completion_tokens,
         rotation=decision.rotation,
         input=decision.input,
         worker=ticket.worker.id,

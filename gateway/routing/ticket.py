@@ -44,6 +44,7 @@ class Ticket:
         decision: Why.
         predicted_hit_tokens: Prompt tokens expected to be found in its cache.
         observed_hit_tokens: Cached tokens the worker reported; None if it did not.
+        completion_tokens: Completion tokens the worker reported; None if it did not.
         predicted_ttft_s: Predicted TTFT; 0 while the worker's speed is unknown.
         ttft_s: Observed TTFT; None without a first token, and for answers that are not streamed.
         outcome: How it ended; None while in flight.
@@ -65,6 +66,7 @@ class Ticket:
         "_leads",
         "_on_finish",
         "_plan",
+        "completion_tokens",
         "decision",
         "observed_hit_tokens",
         "outcome",
@@ -86,6 +88,7 @@ class Ticket:
         self.decision = decision
         self.predicted_hit_tokens = decision.hit_tokens
         self.observed_hit_tokens: int | None = None
+        self.completion_tokens: int | None = None
         self.predicted_ttft_s = decision.ttft_s or 0.0
         self.ttft_s: float | None = None
         self.outcome: Outcome | None = None
@@ -241,6 +244,7 @@ class Ticket:
         """Compare predictions with what the worker reported, and learn from both."""
         worker, plan = self.worker, self._plan
         self.observed_hit_tokens = usage.cached_tokens
+        self.completion_tokens = usage.completion_tokens
         if usage.cached_tokens:
             worker.reports_cached = True
         if not is_comparable(plan.inbound.body):

@@ -179,7 +179,7 @@ async def test_a_diverged_worker_is_believed_again_once_a_check_passes() -> None
         routes = Dispatcher([check._pool], clock=clock, seed=0)
         plan = await routes.plan(check._pool, chat("Tell me all about block hashes. " * 8))
         ticket = routes.admit(plan, routes.choose(plan))
-        assert ticket.decision.source == "text"
+        assert ticket.decision.mode == "text"
         # Equal counts in live answers do not lift what the probes found.
         ticket.finish(Outcome.OK, Usage(plan.num_tokens, 1, 0))
         assert worker_of(check).mode == "text"
