@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from redis.exceptions import ResponseError
@@ -18,22 +17,19 @@ from prefix_index.replica.codec import (
     Head,
     SharedValueError,
     entry_order,
-    pack_delta,
     pack_head,
     unpack_head,
 )
 from prefix_index.replica.lease import (
     INCOMPLETE,
-    KEPT_S,
     LEASE_S,
-    STREAM_DELTAS,
     TICK_S,
     Leases,
     Shared,
 )
 from prefix_index.replica.link import LINK_ERRORS, answer
 from prefix_index.replica.load import load
-from prefix_index.replica.scripts import PUBLISH
+from prefix_index.replica.publisher import Publisher
 from prefix_index.replica.tail import Tail, field
 from prefix_index.replica.tasks import run_together
 from prefix_index.replica.view import Entry, View
@@ -43,7 +39,6 @@ if TYPE_CHECKING:
 
     from prefix_index.index import Index
     from prefix_index.replica.link import Link
-    from prefix_index.replica.publication import Delta
     from prefix_index.replica.source import Source
 
 # Changes are collected this long. An index that is a second old costs nothing, and each delta costs
@@ -68,8 +63,9 @@ class PoolReplica:
 
     Attributes:
         views: Worker -> what is known of it.
-        published: Blocks whose states were published.
-        refused: Deltas that the server refused, by its reason.
+        leases: Who reads what.
+        tail: Where this process stands in the stream.
+        publisher: Counts what was published, and refused.
         decode_errors: Values in Redis that could not be read.
     """
 
@@ -83,15 +79,13 @@ class PoolReplica:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.views: dict[str, View] = {}
-        self.published = 0
-        self.refused: Counter[str] = Counter()
         self.decode_errors = 0
         self.leases = Leases(link, pool, holder)
         self.tail = Tail(link, self.leases.stream)
+        self.publisher = Publisher(link, self.leases, index, self.views)
         self._link = link
         self._index = index
         self._clock = clock
-        self._max_blocks = 2 * index.max_blocks
         self._ticked_s = clock() - LEASE_S + _START_GRACE_S
         self._shared: dict[str, Shared] = {}
         self._healed_s: dict[str, float] = {}
@@ -127,7 +121,7 @@ class PoolReplica:
         try:
             await run_together(
                 self._forever(self._tick, TICK_S),
-                self._forever(self._publish, PUBLISH_EVERY_S),
+                self._forever(self.publisher.publish, PUBLISH_EVERY_S),
                 self._forever(self._read, 0.0),
                 self._forever(self._load, PUBLISH_EVERY_S),
             )
@@ -335,66 +329,6 @@ class PoolReplica:
             await answer(self._link.client.unlink(*self.leases.keys(view.worker)[1:]))
         else:
             await asyncio.sleep(TICK_S)
-
-    async def _publish(self) -> None:
-        """Publish what is pending, one delta of each worker in turn."""
-        ready = [view for view in self.views.values() if view.role == "hold" and view.is_following]
-        while ready:
-            ready = [view for view in ready if await self._publish_one(view)]
-            await asyncio.sleep(0)
-
-    async def _publish_one(self, view: View) -> bool:
-        """Return whether there may be more."""
-        if view.role != "hold" or not self._link.is_up:
-            return False
-        publication = view.publication
-        is_silent = view.source.is_silent()
-        if is_silent != publication.is_silent:
-            publication.is_silent = is_silent
-            publication.restart()
-        delta = publication.next_delta()
-        if delta is None:
-            return False
-        was_unsure, view.is_unsure = view.is_unsure, True
-        found = await self._send(view, delta)
-        view.is_unsure = was_unsure
-        if found in (b"fenced", b"behind", b"stale"):
-            # Whoever is fenced learns from the next tick who holds the lease now; likewise whether
-            # it was our own delta that the server has already.
-            if found != b"fenced" and not was_unsure:
-                publication.restart()
-            self.refused[found.decode()] += 1
-            return False
-        view.is_unsure = False
-        if isinstance(found, list):
-            found = found[0]
-            self.refused["full"] += 1
-            publication.restart()
-        else:
-            publication.done(delta)
-        view.applied, view.head = found, delta.head
-        self.published += len(delta.states)
-        return True
-
-    async def _send(self, view: View, delta: Delta) -> bytes | list[bytes]:
-        head = delta.head
-        pairs: list[bytes] = []
-        gone: list[bytes] = []
-        for block, value in delta.states.items():
-            if value:
-                pairs += (block, value)
-            elif not head.is_reset:
-                gone.append(block)
-        args: list[bytes | str | int] = [
-            *(view.lease, b"*" if head.is_reset else view.applied, head.epoch, delta.sequence),
-            *(pack_head(head), self._index.block_size, view.worker, pack_delta(delta.states)),
-            *(STREAM_DELTAS, int(KEPT_S * 1000), self._max_blocks, len(pairs) // 2),
-            *pairs,
-            *gone,
-        ]
-        keys = [*self.leases.keys(view.worker), self.leases.stream]
-        found: bytes | list[bytes] = await PUBLISH.run(self._link.client, keys, args)
-        return found
 
 
 def _since(now_s: float, then_s: float | None) -> float:

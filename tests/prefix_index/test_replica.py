@@ -92,7 +92,7 @@ async def test_a_late_delta_of_a_former_holder_is_refused_by_the_server(valkey: 
             client.set(key, "other 99", px=60_000)
             before = client.hgetall(one.replica.leases.keys("w")[2])
             engine.store([50])
-            await poll_until(lambda: one.replica.refused["fenced"] > 0)
+            await poll_until(lambda: one.replica.publisher.refused["fenced"] > 0)
             assert client.hgetall(one.replica.leases.keys("w")[2]) == before
         await poll_until(lambda: one.role("w") == "tail")
         # What it read and could not publish is not believed: the state in Redis is.

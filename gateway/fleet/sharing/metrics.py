@@ -85,8 +85,8 @@ class SharingCollector(Collector):
             age.add_metric(at, pool.replica.age_s())
             shared.add_metric(at, sum(view.num_shared for view in views))
             pending.add_metric(at, sum(view.publication.num_pending for view in views))
-            published.add_metric(at, pool.replica.published)
-            for reason, count in pool.replica.refused.items():
+            published.add_metric(at, pool.replica.publisher.published)
+            for reason, count in pool.replica.publisher.refused.items():
                 refused.add_metric((name, reason), count)
             loads.add_metric(at, sum(view.loads for view in views))
             dropped.add_metric(at, pool.touches.dropped)

@@ -105,8 +105,8 @@ class Sharing:
     def _pool_state(self, shared: SharedPool) -> dict[str, Any]:
         replica, now_s = shared.replica, self._clock()
         return {
-            "published_blocks": replica.published,
-            "refused_deltas": dict(replica.refused),
+            "published_blocks": replica.publisher.published,
+            "refused_deltas": dict(replica.publisher.refused),
             "decode_errors": shared.num_decode_errors,
             "dropped_touches": shared.touches.dropped,
             "looked_up": shared.lookup.asked,
