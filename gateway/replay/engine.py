@@ -95,6 +95,7 @@ class Job:
         "held",
         "hit_tokens",
         "num_private",
+        "number",
         "output_tokens",
         "prompt_tokens",
         "pulled_blocks",
@@ -118,7 +119,9 @@ class Job:
         self.pulled_tokens = 0
         self.first_token_s: float | None = None
         self.finished_s: float | None = None
-        # The engine's own: blocks pinned, private ones, prompt tokens in the cache, decode steps.
+        # The engine's own: order of admission, blocks pinned, private ones, prompt tokens in the
+        # cache, decode steps.
+        self.number = 0
         self.held: list[BlockHash] = []
         self.num_private = 0
         self.computed_tokens = 0
@@ -320,6 +323,8 @@ class Engine:
         if not cache.fits(found.gpu, num_new):
             return False
         cache.pin(found.gpu, num_new)
+        self._num_started += 1
+        job.number = self._num_started
         num_hits = found.num_blocks
         job.held = list(found.gpu)
         job.num_private = num_new
@@ -338,18 +343,23 @@ class Engine:
             join_s = max(join_s, job.pulled_s)
         job.hit_tokens = job.computed_tokens = num_hits * size
         if join_s > now_s:
-            self._num_started += 1
-            heapq.heappush(self._arriving, (join_s, self._num_started, job))
+            heapq.heappush(self._arriving, (join_s, job.number, job))
         else:
             self._join(job)
         return True
 
     def _join(self, job: Job) -> None:
-        """Let a request prefill whose cached blocks are all on the device."""
+        """Let a request prefill whose cached blocks are all on the device, in order of admission.
+
+        Else a long prompt that came during its restore would be computed first.
+        """
         num_hits = job.hit_tokens // self.model.block_tokens
         if num_hits > len(job.held):
             self._publish(job, 0, num_hits)
-        self._prefilling.append(job)
+        at = len(self._prefilling)
+        while at and self._prefilling[at - 1].number > job.number:
+            at -= 1
+        self._prefilling.insert(at, job)
 
     def _computed(self, job: Job, tokens: int) -> None:
         size = self.model.block_tokens
@@ -371,10 +381,9 @@ class Engine:
         if job.output_tokens == 1:
             self._finish(job, now_s)
             return
-        self._num_started += 1
         job.finish_step = self._steps + job.output_tokens - 1
         self._context_tokens += job.prompt_tokens + 1
-        heapq.heappush(self._decoding, (job.finish_step, self._num_started, job))
+        heapq.heappush(self._decoding, (job.finish_step, job.number, job))
 
     def _finish(self, job: Job, now_s: float) -> None:
         job.finished_s = now_s

@@ -130,6 +130,17 @@ def test_what_the_gpu_evicts_is_restored_from_the_cpu_tier_over_one_link() -> No
     assert Change(True, "cpu", chain(2), chain(1)[0]) in announced
 
 
+def test_a_long_prompt_that_comes_during_a_restore_is_computed_after_it() -> None:
+    e, _ = engine(gpu_tokens=120 * SIZE, cpu_tokens=400 * SIZE)
+    back, long = job(list(range(40))), job(list(range(300, 360)))
+    run(e, [(0.0, job(list(range(40)))), (20.0, job(list(range(100, 210))))])
+    run(e, [(50.0, back), (50.001, long)])
+
+    assert back.restored_tokens > 0
+    assert (back.first_token_s or 0) < (long.first_token_s or 0)
+    assert (back.first_token_s or 0) - 50.0 < 0.6  # one step of the long one, not all of it
+
+
 def test_what_the_cpu_tier_drops_goes_to_disk_and_is_lost_behind_it() -> None:
     e, announced = engine(gpu_tokens=3 * SIZE, cpu_tokens=2 * SIZE, disk_tokens=SIZE)
     for i in range(6):
