@@ -137,8 +137,9 @@ def test_a_long_prompt_that_comes_during_a_restore_is_computed_after_it() -> Non
     run(e, [(50.0, back), (50.001, long)])
 
     assert back.restored_tokens > 0
-    assert (back.first_token_s or 0) < (long.first_token_s or 0)
-    assert (back.first_token_s or 0) - 50.0 < 0.6  # one step of the long one, not all of it
+    # It waits for the step that runs when its restore ends, not for all four of the long prompt.
+    assert (back.first_token_s or 0) < 50.8
+    assert (long.first_token_s or 0) > 51.2
 
 
 def test_what_the_cpu_tier_drops_goes_to_disk_and_is_lost_behind_it() -> None:
