@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from gateway.proxy.limits import Limits
 from gateway.proxy.rewrite import Rewriter
 from gateway.settings import ConfigError
+from gateway.telemetry.decision_log import DecisionLog
 from prefix_index.canonical import FirstSeenMemory
 from prefix_index.replica.link import Link
 
@@ -32,8 +33,6 @@ def make_rewriters(settings: Settings) -> dict[str, Rewriter]:
 def make_limits(settings: Settings) -> Limits:
     """Make the bounds on what clients send."""
     server, limits = settings.server, settings.server.limits
-    # One retry policy for the process: the strictest of the pools.
-    retries = [pool.retry for pool in settings.pools]
     return Limits(
         body_bytes=server.max_body_mb << 20,
         head_bytes=limits.head_kb << 10,
@@ -44,8 +43,6 @@ def make_limits(settings: Settings) -> Limits:
         idle_s=limits.idle_s,
         first_byte_s=limits.first_byte_s,
         request_s=limits.request_s,
-        retry_ratio=min(retry.budget for retry in retries),
-        attempts=min(retry.attempts for retry in retries),
     )
 
 
@@ -76,3 +73,18 @@ def make_link(settings: Settings) -> Link | None:
     return Link(
         index.url, namespace=index.namespace, timeout_s=index.timeout_ms / 1000, tls=index.tls
     )
+
+
+def make_decision_log(settings: Settings) -> DecisionLog | None:
+    """Open the decision log, if there is to be one.
+
+    Raises:
+        ConfigError: If it cannot be written.
+    """
+    path = settings.telemetry.decision_log
+    if path is None:
+        return None
+    try:
+        return DecisionLog(path)
+    except OSError as error:
+        raise ConfigError(f"telemetry.decision_log: {path}: {error.strerror}") from error

@@ -27,20 +27,27 @@ from gateway.fleet.sharing import Sharing, SharingCollector
 from gateway.misses.metrics import MissCollector
 from gateway.misses.report import MissReport
 from gateway.operators import Operators
-from gateway.parts import admin_token, make_limits, make_link, make_rewriters
-from gateway.proxy.server import LIFECYCLE, make_app, serve
+from gateway.parts import admin_token, make_decision_log, make_limits, make_link, make_rewriters
+from gateway.proxy.headers import TrustedPeers
+from gateway.proxy.server import API, LIFECYCLE, make_app, serve
 from gateway.replicas.load import LoadExchange
 from gateway.replicas.metrics import LoadCollector
 from gateway.routing import segments
-from gateway.routing.dispatch import Dispatcher
+from gateway.routing.configured import make_dispatcher
+from gateway.routing.decision_line import DecisionLogger
+from gateway.routing.metrics import DispatchCollector
 from gateway.runtime import configure_logs, run_loop
 from gateway.settings import ConfigError
 from gateway.supervisor.child import Role
 from gateway.supervisor.supervisor import Supervisor
+from gateway.telemetry.log_metrics import DecisionLogCollector
 from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.requests import Telemetry
 from gateway.tokenize import Tokenize
 from gateway.unsupported import unsupported
+from gateway.worth.metrics import WorthCollector
+from gateway.worth.tier import write_per_read
+from gateway.worth.worth import Worth
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -81,12 +88,11 @@ class Gateway:
         self._role = role
         self.fleet = Fleet(settings)
         self.misses = MissReport(log_prompts=settings.telemetry.log_prompts)
-        self.dispatcher = Dispatcher(
-            self.fleet.pools, seed=settings.routing.seed, on_finish=self._finished
-        )
+        self.dispatcher = make_dispatcher(settings, self.fleet.pools, on_finish=self._finished)
         self.telemetry = Telemetry()
         self.telemetry.register(MissCollector(self.misses))
         self.telemetry.register(FleetCollector(self.fleet, self.telemetry, time.monotonic))
+        self.telemetry.register(DispatchCollector(self.dispatcher))
         logs_requests = settings.telemetry.log_level in ("debug", "info")
         self.request_log = RequestLog(sys.stderr.buffer) if logs_requests else None
         self.rewriters = make_rewriters(settings)
@@ -95,6 +101,13 @@ class Gateway:
         self.sharing: Sharing | None = None
         if self.link is not None:
             self._share_over(self.link)
+        self.worth = Worth(settings, write_per_read=write_per_read(self.fleet))
+        self.telemetry.register(WorthCollector(self.worth.account))
+        self.decision_log = make_decision_log(settings)
+        self._decisions: DecisionLogger | None = None
+        if self.decision_log is not None:
+            self._decisions = DecisionLogger(self.decision_log)
+            self.telemetry.register(DecisionLogCollector(self.decision_log))
         self._recurrence_due_s = 0.0
         self._shared: list[asyncio.Task[Any]] = []
         self.app = self._make_app()
@@ -157,6 +170,7 @@ class Gateway:
         for rewriter in self.rewriters.values():
             await rewriter.settle()
         await self.misses.close()
+        await self.worth.close()
         # The last one first: what goes over the link says goodbye before it closes.
         while self._shared:
             task = self._shared.pop()
@@ -166,6 +180,8 @@ class Gateway:
         await self.operators.close()
         if self.request_log is not None:
             self.request_log.flush()
+        if self.decision_log is not None:
+            self.decision_log.close()
 
     def _share_over(self, link: Link) -> None:
         """Make what is shared with other gateways; before the fleet starts."""
@@ -194,6 +210,7 @@ class Gateway:
             time.monotonic,
             self.misses,
             self.rewriters,
+            worth=self.worth.account,
             shared=self._shared_index,
         )
         tokenize = Tokenize(self.dispatcher, limits)
@@ -204,20 +221,26 @@ class Gateway:
             rewriters=self.rewriters,
             extra_routes=tokenize.routes(),
         )
+        app[API].proxy.offload_put = self.worth.offload_put
+        app[API].trusted_peers = TrustedPeers(server.access.trusted_peers)
         self.operators = Operators(self.settings.server, self._role, admin, self.telemetry)
         self.operators.place(app)
         return app
 
     def _shared_index(self, pool: str) -> dict[str, Any] | None:
         """Return what the shared index says of a pool; None where the index is our own."""
-        found: dict[str, Any] | None = None
-        if self.sharing is not None:
-            found = self.sharing.state()["pools"].get(pool)
-        return found
+        if self.sharing is None:
+            return None
+        state = self.sharing.state()
+        names = ("is_up", "down_s", "index_age_s")
+        return {**{name: state[name] for name in names}, **state["pools"].get(pool, {})}
 
     def _finished(self, plan: Plan, ticket: Ticket) -> None:
         self.fleet.finished(plan, ticket)
         self.misses.observe(plan, ticket)
+        self.worth.observe(plan, ticket)
+        if self._decisions is not None:
+            self._decisions.finished(plan, ticket)
         if self.sharing is not None and plan.prompt is not None:
             prompt = plan.prompt
             self.sharing.routed(plan.pool, ticket.worker, prompt.block_hashes, prompt.root)

@@ -27,11 +27,8 @@ def unsupported(settings: Settings) -> tuple[list[str], list[str]]:
         )
     for pool in settings.pools:
         errors += _pool_errors(pool)
-    warnings += _offload_warnings(settings)
     if settings.telemetry.otlp_endpoint:
         warnings.append("telemetry.otlp_endpoint: traces are not exported by this version")
-    if settings.telemetry.decision_log:
-        warnings.append("telemetry.decision_log: decisions are not logged by this version")
     return errors, warnings
 
 
@@ -61,12 +58,3 @@ def _pool_errors(pool: PoolConfig) -> Iterator[str]:
         yield f"{where}.worker_allow: workers come from this file only; expected an empty list"
     if pool.keep_warm.enabled:
         yield f"{where}.keep_warm: not available in this version"
-
-
-def _offload_warnings(settings: Settings) -> Iterator[str]:
-    places = {f"pools[{pool.name}]": pool.offload for pool in settings.pools}
-    places |= {f"tenants[{t.name}]": t.offload for t in settings.tenants if t.offload}
-    places |= {f"routes[{i}]": r.offload for i, r in enumerate(settings.routes) if r.offload}
-    for where, offload in places.items():
-        if offload.max_offload_tokens is not None:
-            yield f"{where}.offload: the cap is not sent to workers by this version"

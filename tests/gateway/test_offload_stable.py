@@ -104,7 +104,8 @@ def test_whatever_the_instructions_say_no_other_text_is_in_their_bound(
     quick = quick_stable_tokens(plan, "knowledge")
 
     assert quick <= knowledge_end(layout_of(plan).segments)
-    if system.strip() and "<|" not in system:
+    # An empty message has no place of its own: its frame counts as the instructions' there.
+    if system.strip() and "<|" not in system and texts[0].strip():
         assert quick == knowledge_end(layout_of(plan).segments) // BLOCK * BLOCK
 
 

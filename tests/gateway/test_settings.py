@@ -234,9 +234,6 @@ def test_a_known_feature_that_is_not_there_yet_is_refused_and_not_ignored(
 IGNORED = {
     "tenants": (MINIMAL + "tenants: [{name: acme, weight: 2}]\n"),
     "telemetry.otlp_endpoint": (MINIMAL + "telemetry: {otlp_endpoint: 'http://h'}\n"),
-    "pools[chat].offload": MINIMAL.replace(
-        "models", "offload: {max_offload_tokens: 5}\n    models"
-    ),
 }
 
 
