@@ -37,6 +37,8 @@ MAX_VALUE_CHARS = 128
 HEAD_CHARS = 256
 # A message this long carries the conversation's document, wherever it stands in it.
 LARGE_CHARS = 1000
+# Instructions so many times longer than what is asked are the document themselves.
+DOCUMENT_SHARE = 4
 # Of a large message, its first line this long is where the document starts: a question or a
 # "use this context" above it may differ.
 MIN_LINE_CHARS = 200
@@ -149,21 +151,26 @@ def _prefix(body: Mapping[str, Any], _: Mapping[str, str], __: str) -> tuple[str
     """Hash the leading stable text: all instructions and the head of the document or question.
 
     Siblings of a document and the turns of a conversation agree in it, other documents under the
-    same system prompt differ.
+    same system prompt differ. Instructions that are most of the prompt are the document: then the
+    question has no say, or siblings that come through several gateways at once had several homes.
     """
     digest = xxhash.xxh3_128()
     messages = body.get("messages")
     if isinstance(messages, list):
-        first = 0
+        first = num_chars = 0
         for first, message in enumerate(messages):  # noqa: B007  # where the instructions end
             if not isinstance(message, dict):
                 continue
             if message.get("role") not in INSTRUCTION_ROLES:
                 break
-            digest.update(_known_digest(text_of(message.get("content"))))
+            text = text_of(message.get("content"))
+            num_chars += len(text)
+            digest.update(_known_digest(text))
         else:
             return "messages", digest.hexdigest()
-        _feed_head(digest, _anchor(messages[first : first + _MAX_LOOKED_AT]))
+        anchor = _anchor(messages[first : first + _MAX_LOOKED_AT])
+        if num_chars < max(LARGE_CHARS, DOCUMENT_SHARE * len(anchor)):
+            _feed_head(digest, anchor)
         return "messages", digest.hexdigest()
     prompt = body.get("prompt")
     while isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):

@@ -113,6 +113,21 @@ def test_the_prefix_is_shared_by_turns_and_by_questions_about_one_document() -> 
     assert key(messages("Be verbose.", document + "First question?")) != first
 
 
+def test_questions_about_a_document_in_the_instructions_share_a_home() -> None:
+    def prefix(system: str, question: str) -> str:
+        messages = [
+            {"role": "system", "content": system},
+            {"role": "user", "content": question},
+        ]
+        return key({"messages": messages}, kinds=("prefix",)).value
+
+    handbook = "Refunds are accepted within thirty days of delivery. " * 60
+    assert prefix(handbook, "What of eggs?") == prefix(handbook, "And of shoes, after a month?")
+    # Instructions that everybody has, before a document or a conversation of its own.
+    assert prefix("Be brief.", "What of eggs?") != prefix("Be brief.", "And of shoes?")
+    assert prefix(handbook, "a" * 3000) != prefix(handbook, "b" * 3000)
+
+
 def test_the_prefix_of_content_parts_is_that_of_their_text() -> None:
     parts = [{"type": "text", "text": "Hello"}]
 
