@@ -42,6 +42,7 @@ class Summary(msgspec.Struct, frozen=True):
         tpot_mean_s: Mean over requests of their mean gap between tokens.
         goodput: Share of requests within the objective in both.
         hit_rate: Prompt tokens found in the worker's own tiers or pulled, of all.
+        predicted_hit_rate: Those that the router had counted on; 0 for rules that see no prefixes.
         pulled_gb: Bytes moved between workers, and from the store, in GB (whole run).
         num_pulls: How often (whole run).
         num_lost: Requests whose worker failed after their first token.
@@ -58,6 +59,7 @@ class Summary(msgspec.Struct, frozen=True):
     tpot_mean_s: float
     goodput: float
     hit_rate: float
+    predicted_hit_rate: float
     pulled_gb: float = 0.0
     num_pulls: int = 0
     num_lost: int = 0
@@ -69,14 +71,15 @@ def summarize(policy: str, load: Load, served: Sequence[Served], slo: Slo, links
     ttfts = []
     tpots = []
     num_good = num_lost = 0
-    hit_tokens = prompt_tokens = 0
+    hit_tokens = predicted_tokens = prompt_tokens = 0
     for one in counted:
         job = one.job
-        if job is None or one.first_token_s is None:
+        if job is None or one.placement is None or one.first_token_s is None:
             continue
         ttft_s = one.first_token_s - one.arrived_s
         ttfts.append(ttft_s)
         hit_tokens += job.hit_tokens
+        predicted_tokens += one.placement.predicted_hit_tokens
         prompt_tokens += job.prompt_tokens
         if one.is_lost or job.finished_s is None or job.first_token_s is None:
             num_lost += 1
@@ -97,6 +100,7 @@ def summarize(policy: str, load: Load, served: Sequence[Served], slo: Slo, links
         tpot_mean_s=_mean(tpots),
         goodput=num_good / len(ttfts) if ttfts else 0.0,
         hit_rate=hit_tokens / prompt_tokens if prompt_tokens else 0.0,
+        predicted_hit_rate=predicted_tokens / prompt_tokens if prompt_tokens else 0.0,
         pulled_gb=links.moved_bytes / 1e9,
         num_pulls=links.num_pulls,
         num_lost=num_lost,

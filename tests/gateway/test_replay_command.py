@@ -86,6 +86,7 @@ def test_json_is_one_document_with_everything_that_was_assumed() -> None:
     assert only["num_requests"] == 230
     assert 0.0 < only["ttft_p50_s"] <= only["ttft_p95_s"] <= only["ttft_p99_s"]
     assert 0.0 < only["goodput"] <= 1.0
+    assert only["predicted_hit_rate"] == pytest.approx(only["hit_rate"], abs=0.02)
 
 
 @pytest.mark.parametrize("name", ["plot.html", "plot.svg"])
