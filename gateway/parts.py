@@ -10,17 +10,21 @@ from gateway.proxy.limits import Limits
 from gateway.proxy.rewrite import Rewriter
 from gateway.settings import ConfigError
 from gateway.telemetry.decision_log import DecisionLog
-from prefix_index.canonical import FirstSeenMemory
 from prefix_index.replica.link import Link
 
 if TYPE_CHECKING:
     from gateway.config import ServerConfig, Settings
+    from prefix_index.canonical import FirstSeenMemory
 
 
-def make_rewriters(settings: Settings) -> dict[str, Rewriter]:
-    """Make the canonicalisation of each pool that has one, by pool name."""
-    # One memory: first-seen forms are kept per tenant, whatever pool the tenant's requests go to.
-    memory = FirstSeenMemory(time.monotonic)
+def make_rewriters(settings: Settings, memory: FirstSeenMemory) -> dict[str, Rewriter]:
+    """Make the canonicalisation of each pool that has one, by pool name.
+
+    Args:
+        settings: Validated configuration.
+        memory: One for all pools: first-seen forms are kept per tenant, whatever pool the tenant's
+            requests go to.
+    """
     return {
         pool.name: Rewriter(
             pool.canonicalize.mode, pool.canonicalize.rules, memory, clock=time.monotonic

@@ -24,6 +24,8 @@ from gateway.config import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import FleetCollector
 from gateway.fleet.sharing import Sharing, SharingCollector
+from gateway.fleet.sharing.constants import SharedConstants
+from gateway.fleet.sharing.orders import SharedFirstSeen
 from gateway.misses.metrics import MissCollector
 from gateway.misses.report import MissReport
 from gateway.operators import Operators
@@ -48,16 +50,24 @@ from gateway.unsupported import unsupported
 from gateway.worth.metrics import WorthCollector
 from gateway.worth.tier import write_per_read
 from gateway.worth.worth import Worth
+from prefix_index.canonical import FirstSeenMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-    from typing import Any
+    from typing import Any, Protocol
 
     from aiohttp import web
 
     from gateway.routing.dispatch import Plan, Ticket
+    from gateway.routing.pool import Worker
     from gateway.telemetry.record import RequestRecord
     from prefix_index.replica.link import Link
+
+    class Runs(Protocol):
+        """Runs beside the requests until cancelled."""
+
+        async def run(self) -> None:
+            """Run."""
 
 
 # At most 100 prompts a second are looked at for text that recurs across conversations: half a
@@ -95,12 +105,15 @@ class Gateway:
         self.telemetry.register(DispatchCollector(self.dispatcher))
         logs_requests = settings.telemetry.log_level in ("debug", "info")
         self.request_log = RequestLog(sys.stderr.buffer) if logs_requests else None
-        self.rewriters = make_rewriters(settings)
         self.link = make_link(settings)
         self.exchange: LoadExchange | None = None
         self.sharing: Sharing | None = None
+        self._sharers: list[Runs] = []
+        memory = FirstSeenMemory(time.monotonic)
         if self.link is not None:
-            self._share_over(self.link)
+            memory = self._share_over(self.link)
+        self.rewriters = make_rewriters(settings, memory)
+        self._unfollow, self.fleet.on_gone = self.fleet.on_gone, self._gone
         self.worth = Worth(settings, write_per_read=write_per_read(self.fleet))
         self.telemetry.register(WorthCollector(self.worth.account))
         self.decision_log = make_decision_log(settings)
@@ -146,10 +159,8 @@ class Gateway:
         """
         if self.link is not None:
             self._share(self.link.run())
-        if self.exchange is not None:
-            self._share(self.exchange.run())
-        if self.sharing is not None:
-            self._share(self.sharing.run())
+        for sharer in self._sharers:
+            self._share(sharer.run())
         await self.fleet.start()
         await self.operators.start()
         await self._first_view()
@@ -183,14 +194,23 @@ class Gateway:
         if self.decision_log is not None:
             self.decision_log.close()
 
-    def _share_over(self, link: Link) -> None:
-        """Make what is shared with other gateways; before the fleet starts."""
+    def _share_over(self, link: Link) -> SharedFirstSeen:
+        """Make what is shared with other gateways; before the fleet starts.
+
+        Returns:
+            The memory of tool orders.
+        """
         # Ours alone, and another one after a restart: nobody may take us for who died.
         name = secrets.token_hex(8)
         self.exchange = LoadExchange(link, self.fleet.pools, gateway=name, clock=time.monotonic)
         self.sharing = Sharing(self.fleet, link, name=name)
         self.telemetry.register(SharingCollector(self.sharing))
         self.telemetry.register(LoadCollector(self.exchange))
+        memory = SharedFirstSeen(time.monotonic, link)
+        constants = SharedConstants(self.fleet.pools, link)
+        # In the order in which they start.
+        self._sharers = [self.exchange, memory.map, constants, self.sharing]
+        return memory
 
     def _share(self, coroutine: Coroutine[Any, Any, object]) -> None:
         """Run something over the link until ``close``."""
@@ -234,6 +254,10 @@ class Gateway:
         state = self.sharing.state()
         names = ("is_up", "down_s", "index_age_s")
         return {**{name: state[name] for name in names}, **state["pools"].get(pool, {})}
+
+    def _gone(self, worker: Worker) -> None:
+        self._unfollow(worker)
+        self.telemetry.forget_worker(worker.id)
 
     def _finished(self, plan: Plan, ticket: Ticket) -> None:
         self.fleet.finished(plan, ticket)

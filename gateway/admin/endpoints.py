@@ -13,7 +13,14 @@ import orjson
 from aiohttp import web
 
 from gateway.admin.describe import pool_row, worker_row
-from gateway.errors import Forbidden, GatewayError, ModelNotFound, NotFound, Unauthorized
+from gateway.errors import (
+    Forbidden,
+    GatewayError,
+    ModelNotFound,
+    NotFound,
+    Unauthorized,
+    WorkerFailed,
+)
 from gateway.proxy.body import parse_body, read_body
 from gateway.proxy.headers import request_id_from
 from gateway.proxy.responses import error_response, json_response
@@ -91,6 +98,7 @@ class Admin:
             web.get("/metrics", self.metrics),
             web.get("/admin/v1/workers", self._guarded(self.workers)),
             web.post("/admin/v1/workers/{id}/drain", self._guarded(self.drain)),
+            web.post("/admin/v1/workers/{id}/reset", self._guarded(self.reset)),
             web.post("/admin/v1/explain", self._guarded(self.explain)),
         ]
 
@@ -126,11 +134,32 @@ class Admin:
 
     async def drain(self, request: web.Request) -> web.Response:
         """``POST /admin/v1/workers/{id}/drain``: no new requests there; running ones go on."""
+        pool, worker = self._worker(request)
+        pool.drain(worker.id)
+        return _json(request, self._row(pool, worker))
+
+    async def reset(self, request: web.Request) -> web.Response:
+        """``POST /admin/v1/workers/{id}/reset``: its prefix cache is dropped, there and here."""
+        pool, worker = self._worker(request)
+        if not await self._fleet.reset_cache(worker):
+            raise WorkerFailed(
+                f"Worker {worker.id} did not drop its cache: expected an engine that has "
+                "/reset_prefix_cache (vLLM: with VLLM_SERVER_DEV_MODE=1) or /flush_cache, and "
+                "no running request that keeps it from it.",
+                code="cache_not_reset",
+            )
+        return _json(request, self._row(pool, worker))
+
+    def _worker(self, request: web.Request) -> tuple[Pool, Worker]:
+        """Return the worker that a path names, with its pool.
+
+        Raises:
+            NotFound: If there is none.
+        """
         worker_id = request.match_info["id"]
         for pool in self._fleet.pools:
             if worker_id in pool.workers:
-                pool.drain(worker_id)
-                return _json(request, self._row(pool, pool.workers[worker_id]))
+                return pool, pool.workers[worker_id]
         raise NotFound(f"No worker has the id {worker_id!r}; GET /admin/v1/workers lists them.")
 
     async def explain(self, request: web.Request) -> web.Response:

@@ -156,7 +156,9 @@ class FleetCollector(Collector):
             "warmlane_index_blocks", "Blocks believed to be held", labels=(*WORKER, "tier")
         )
         age = GaugeMetricFamily(
-            "warmlane_index_age_seconds", "Time since the worker's last KV event", labels=WORKER
+            "warmlane_worker_event_age_seconds",
+            "Time since the worker's last KV event",
+            labels=WORKER,
         )
         unread = CounterMetricFamily(
             "warmlane_unread_prompts", "Prompts routed without tokens", labels=("pool", "reason")

@@ -26,7 +26,7 @@ from gateway.replicas.messages import (
     micros,
 )
 from gateway.routing.others import GONE_S, HEARTBEAT_S, OthersLoad
-from prefix_index.replica.link import LINK_ERRORS
+from prefix_index.replica.link import LINK_ERRORS, answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -261,7 +261,7 @@ class LoadExchange:
 
     async def _publish(self, name: str, payload: bytes) -> bool:
         try:
-            await self._link.client.publish(name, payload)
+            await answer(self._link.client.publish(name, payload))
         except LINK_ERRORS as error:
             self._link.report(error)
             self.errors[f"send:{type(error).__name__}"] += 1

@@ -275,6 +275,11 @@ class OutputLength:
     def __init__(self, mean_tokens: float = OUTPUT_START_TOKENS) -> None:
         self.mean_tokens = mean_tokens
 
+    @property
+    def has_learned(self) -> bool:
+        """Whether the mean is more than where it starts."""
+        return self.mean_tokens != OUTPUT_START_TOKENS
+
     def observe(self, completion_tokens: int) -> None:
         """Take one finished completion."""
         self.mean_tokens += OUTPUT_ALPHA * (completion_tokens - self.mean_tokens)

@@ -10,21 +10,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gateway.telemetry.requests import Observed
+from gateway.telemetry.window import Slot  # noqa: TC001  # msgspec reads the annotations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from gateway.telemetry.requests import Telemetry
-    from gateway.telemetry.window import Window
-
-
-class Slot(msgspec.Struct, array_like=True):
-    """One time slot of a window."""
-
-    number: int
-    count: int
-    total: float
-    buckets: dict[int, int]
 
 
 class ObservedWindows(msgspec.Struct):
@@ -89,30 +80,10 @@ def gauge_lines(processes: list[ProcessWindows], now_s: float) -> Iterator[str]:
 
 
 def _pack(observed: Observed) -> ObservedWindows:
-    return ObservedWindows(_slots(observed.ttft_s), _slots(observed.hits), _slots(observed.misses))
-
-
-def _slots(window: Window) -> list[Slot]:
-    return [
-        Slot(slot.number, slot.count, slot.total, dict(slot.buckets))
-        for slot in window._slots
-        if slot.count
-    ]
+    return ObservedWindows(observed.ttft_s.slots(), observed.hits.slots(), observed.misses.slots())
 
 
 def _add(observed: Observed, windows: ObservedWindows) -> None:
-    _merge(observed.ttft_s, windows.ttft_s)
-    _merge(observed.hits, windows.hits)
-    _merge(observed.misses, windows.misses)
-
-
-def _merge(window: Window, slots: list[Slot]) -> None:
-    for slot in slots:
-        into = window._slots[slot.number % len(window._slots)]
-        if slot.number > into.number:
-            into.number, into.count, into.total = slot.number, 0, 0.0
-            into.buckets.clear()
-        if slot.number == into.number:
-            into.count += slot.count
-            into.total += slot.total
-            into.buckets.update(slot.buckets)
+    observed.ttft_s.merge(windows.ttft_s)
+    observed.hits.merge(windows.hits)
+    observed.misses.merge(windows.misses)

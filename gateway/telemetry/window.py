@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 WINDOW_S = 300.0
 SLOT_S = 10.0
@@ -18,19 +23,20 @@ LOG_GROWTH = math.log(1.05)
 SMALLEST = 1e-6
 
 
-@dataclass(slots=True)
-class _Slot:
+class Slot(msgspec.Struct, array_like=True):
+    """What was added within one ``SLOT_S``; ``number`` counts them from the clock's zero."""
+
     number: int = -1
     count: int = 0
     total: float = 0.0
-    buckets: Counter[int] = field(default_factory=Counter)
+    buckets: dict[int, int] = {}
 
 
 class Window:
     """Values of the last ``WINDOW_S`` seconds. Not thread safe: one event loop owns it."""
 
     def __init__(self) -> None:
-        self._slots = [_Slot() for _ in range(int(WINDOW_S / SLOT_S))]
+        self._slots = [Slot() for _ in range(int(WINDOW_S / SLOT_S))]
 
     def add(self, value: float, now_s: float) -> None:
         """Add one value observed at ``now_s`` (monotonic seconds)."""
@@ -41,7 +47,8 @@ class Window:
             slot.buckets.clear()
         slot.count += 1
         slot.total += value
-        slot.buckets[math.floor(math.log(max(value, SMALLEST)) / LOG_GROWTH)] += 1
+        bucket = math.floor(math.log(max(value, SMALLEST)) / LOG_GROWTH)
+        slot.buckets[bucket] = slot.buckets.get(bucket, 0) + 1
 
     def mean(self, now_s: float) -> float | None:
         """Return the mean of the window, or None if it is empty."""
@@ -65,6 +72,23 @@ class Window:
                 return math.exp((bucket + 0.5) * LOG_GROWTH)
         return None
 
-    def _live(self, now_s: float) -> list[_Slot]:
+    def slots(self) -> list[Slot]:
+        """Return the slots that something was added to, for ``merge`` in another process."""
+        return [slot for slot in self._slots if slot.count]
+
+    def merge(self, slots: Iterable[Slot]) -> None:
+        """Add what another window of the same clock has."""
+        for slot in slots:
+            into = self._slots[slot.number % len(self._slots)]
+            if slot.number > into.number:
+                into.number, into.count, into.total = slot.number, 0, 0.0
+                into.buckets.clear()
+            if slot.number == into.number:
+                into.count += slot.count
+                into.total += slot.total
+                for bucket, count in slot.buckets.items():
+                    into.buckets[bucket] = into.buckets.get(bucket, 0) + count
+
+    def _live(self, now_s: float) -> list[Slot]:
         oldest = int(now_s / SLOT_S) - len(self._slots)
         return [slot for slot in self._slots if slot.number > oldest]

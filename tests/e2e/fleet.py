@@ -93,6 +93,8 @@ class Fleet:
             worker = {"id": f"w{index}", "url": runner.url}
             if with_events:
                 worker |= {"kv_events": runner.events, "kv_replay": runner.replay}
+            else:  # an empty list: not to be discovered either
+                worker |= {"kv_events": []}
             workers.append(worker)
         pool = {
             "name": "chat",

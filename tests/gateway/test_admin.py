@@ -22,7 +22,7 @@ from gateway.proxy.server import Listener, make_app
 from gateway.routing.dispatch import Dispatcher
 from gateway.routing.routes import Route, Routes
 from gateway.telemetry.requests import Telemetry
-from tests.fakes.engine import RawEngine
+from tests.fakes.engine import RawEngine, Script, Seen, answer
 from tests.gateway.doctor_parts import CachingEngine, Running, running_gateway
 from tests.gateway.miss_parts import HANDBOOK, message
 
@@ -229,3 +229,35 @@ def test_the_table_of_workers_takes_what_older_gateways_answer() -> None:
         *("2023-11-14T22:13:20Z", "-", "u"),
     ]
     assert new.split()[4:9] == ["ready", "(apart)", "2", "1.2s", "-"]
+
+
+async def test_a_worker_drops_its_cache_by_command_and_one_that_cannot_says_so(
+    smollm2_dir: Path,
+) -> None:
+    fake = CachingEngine()
+    resets: list[str] = []
+
+    def respond(seen: Seen) -> Script:
+        if seen.target != "/reset_prefix_cache":
+            return fake.respond(seen)
+        resets.append(seen.method)
+        if len(resets) > 1:
+            return answer(b'{"success": false}')
+        fake.held.clear()
+        return answer(b"")
+
+    async with (
+        RawEngine(respond) as engine,
+        running_gateway(engine.url, engine="vllm", tokenizer=str(smollm2_dir)) as gateway,
+    ):
+        await serve_some(gateway, fake, 3)
+        index = gateway.fleet.pools[0].index
+        assert index is not None
+        assert index.num_blocks
+        status, row = await gateway.post("/admin/v1/workers/w0/reset", {})
+        assert (status, row["id"], resets) == (200, "w0", ["POST"])
+        assert index.num_blocks == 0
+        status, refused = await gateway.post("/admin/v1/workers/w0/reset", {})
+        assert (status, refused["error"]["code"]) == (502, "cache_not_reset")
+        status, _ = await gateway.post("/admin/v1/workers/nobody/reset", {})
+        assert status == 404

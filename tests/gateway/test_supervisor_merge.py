@@ -37,9 +37,9 @@ warmlane_worker_ready{{pool="p",worker="w0"}} {ready}
 # HELP warmlane_in_flight_requests Sent and not finished
 # TYPE warmlane_in_flight_requests gauge
 warmlane_in_flight_requests{{pool="p",worker="w0"}} {flight}
-# HELP warmlane_index_age_seconds Time since the worker's last KV event
-# TYPE warmlane_index_age_seconds gauge
-warmlane_index_age_seconds{{pool="p",worker="w0"}} {age}
+# HELP warmlane_worker_event_age_seconds Time since the worker's last KV event
+# TYPE warmlane_worker_event_age_seconds gauge
+warmlane_worker_event_age_seconds{{pool="p",worker="w0"}} {age}
 # HELP ttft_p95 95th percentile
 # TYPE ttft_p95 gauge
 ttft_p95{{scope="fleet",worker=""}} 0.7
@@ -74,7 +74,7 @@ def test_counts_add_up_and_gauges_mean_what_they_say() -> None:
     assert found["kv_cache_eviction_count fleet"] == 7, "all read the same workers"
     assert found["warmlane_worker_ready p w0"] == 0
     assert found["warmlane_in_flight_requests p w0"] == 3
-    assert found["warmlane_index_age_seconds p w0"] == 9.0
+    assert found["warmlane_worker_event_age_seconds p w0"] == 9.0
     assert "ttft_p95 fleet" not in found, "quantiles come from the windows"
 
 
