@@ -259,7 +259,8 @@ def report_kvmove(found: list[tuple[Case, Any]]) -> None:
     if rates:
         print("\n## peer pull, high load: mean TTFT against ours without, same draws")
     for gb_s in rates:
-        ratios = paired(found, {"peer_gb_s": gb_s}, {"peer_gb_s": 0.0}, list(KVMOVE))
+        wanted, base = ({"kind": "run", "peer_gb_s": rate} for rate in (gb_s, 0.0))
+        ratios = paired(found, wanted, base, list(KVMOVE))
         print_ratios(f"{gb_s:g} GB/s", ratios)
 
 
