@@ -1,10 +1,10 @@
 """Read GGUF files (version 3) through a memory map: metadata and exactly dequantised tensors.
 
-Only what the runner needs: little-endian files and the tensor types of ``SUPPORTED_TYPES``.
-Nothing here knows about models; names and shapes come out as the file has them, shapes in numpy
-order (the file stores dimensions reversed).
+Only what the runner needs: little-endian files and the tensor types of ``dequant.py``. Nothing
+here knows about models; names and shapes come out as the file has them, shapes in numpy order (the
+file stores dimensions reversed).
 
-Source: ggml, docs/gguf.md (version 3) and the block layouts of ggml-common.h.
+Source: ggml, docs/gguf.md (version 3).
 """
 
 from __future__ import annotations
@@ -17,42 +17,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from runner.dequant import OTHER_TYPES, SUPPORTED_TYPES, dequantize
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import numpy.typing as npt
+    from runner.dequant import Floats, TensorType
 
 MAGIC = b"GGUF"
 VERSION = 3
 DEFAULT_ALIGNMENT = 32
 
-# Quantised types hold blocks of this many values, each block with its own scale.
-QUANT_BLOCK = 32
+# ggml's own limit; more in a header means that it is damaged.
+MAX_DIMENSIONS = 4
 
 # struct codes of the fixed-size metadata types, by type number; 8 is a string, 9 an array.
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
-
-
-@dataclass(frozen=True, slots=True)
-class TensorType:
-    """A tensor type's name and its storage: ``block_bytes`` for every ``block_values`` values."""
-
-    name: str
-    block_values: int
-    block_bytes: int
-
-
-SUPPORTED_TYPES = {
-    0: TensorType("F32", 1, 4),
-    1: TensorType("F16", 1, 2),
-    2: TensorType("Q4_0", QUANT_BLOCK, 18),
-    3: TensorType("Q4_1", QUANT_BLOCK, 20),
-    8: TensorType("Q8_0", QUANT_BLOCK, 34),
-    30: TensorType("BF16", 1, 2),
-}
 
 
 class GgufError(ValueError):
@@ -105,7 +88,10 @@ class _Cursor:
             if code := _SCALARS.get(element):
                 size = struct.calcsize("<" + code)
                 return list(struct.unpack(f"<{count}{code}", self.take(size * count)))
-            return [self.value(element) for _ in range(count)]
+            if element == _STRING:
+                return [self.string() for _ in range(count)]
+            # Arrays of arrays exist on paper only; a damaged file could nest them without end.
+            raise GgufError(f"unknown array element type {element} at byte {self.at}")
         if code := _SCALARS.get(kind):
             return self.scalar(code)
         raise GgufError(f"unknown metadata type {kind} at byte {self.at}")
@@ -128,6 +114,7 @@ class GgufFile:
             FileNotFoundError: If there is no such file.
             GgufError: If it is no GGUF version 3 file or ends too early.
         """
+        self._path = path
         with path.open("rb") as file:
             try:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -149,8 +136,15 @@ class GgufFile:
         for _ in range(num_keys):
             key = cursor.string()
             self.metadata[key] = cursor.value(cursor.scalar("I"))
+        if self.metadata.get("split.count", 0) not in (0, 1):
+            raise GgufError(
+                f"one of {self.metadata['split.count']} parts of a split model; join them with "
+                "`llama-gguf-split --merge`"
+            )
         headers = [self._tensor_header(cursor) for _ in range(num_tensors)]
-        alignment = int(self.metadata.get("general.alignment", DEFAULT_ALIGNMENT))
+        alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise GgufError(f"general.alignment is {alignment!r}, expected a positive integer")
         start = math.ceil(cursor.at / alignment) * alignment
         self.tensors = {
             name: TensorInfo(shape, type_id, start + offset)
@@ -160,56 +154,49 @@ class GgufFile:
     @staticmethod
     def _tensor_header(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
         name = cursor.string()
-        dims = [cursor.scalar("Q") for _ in range(cursor.scalar("I"))]
+        if (num_dimensions := cursor.scalar("I")) > MAX_DIMENSIONS:
+            raise GgufError(
+                f"tensor {name} has {num_dimensions} dimensions, expected at most {MAX_DIMENSIONS}"
+            )
+        dims = [cursor.scalar("Q") for _ in range(num_dimensions)]
         return name, tuple(reversed(dims)), cursor.scalar("I"), cursor.scalar("Q")
 
-    def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        """Return one tensor as float32, exactly the values the file stands for.
+    def check(self, name: str) -> TensorType:
+        """Return a tensor's type, once it is sure that ``tensor`` can read it.
 
         Raises:
             KeyError: If the file has no such tensor.
-            GgufError: If its type is not one of ``SUPPORTED_TYPES`` or the file ends too early.
+            GgufError: If its type is not supported or its bytes are not all there.
         """
         info = self.tensors[name]
         kind = SUPPORTED_TYPES.get(info.type_id)
         if kind is None:
             names = ", ".join(sorted(known.name for known in SUPPORTED_TYPES.values()))
+            known = OTHER_TYPES.get(info.type_id, "unknown")
             raise GgufError(
-                f"tensor {name} has type number {info.type_id}; this runner reads {names}"
+                f"{self._path}: tensor {name} has type {known} (number {info.type_id}); this "
+                f"runner reads {names}"
             )
+        if not info.shape or info.shape[-1] % kind.block_values:
+            raise GgufError(
+                f"{self._path}: tensor {name} has shape {info.shape}, expected rows of whole "
+                f"{kind.name} blocks ({kind.block_values} values)"
+            )
+        end = info.offset + math.prod(info.shape) // kind.block_values * kind.block_bytes
+        if end > len(self._data):
+            raise GgufError(
+                f"{self._path}: tensor {name} goes beyond the end of the file: it ends at byte "
+                f"{len(self._data)}, {end} expected"
+            )
+        return kind
+
+    def tensor(self, name: str) -> Floats:
+        """Return one tensor as float32, exactly the values the file stands for.
+
+        Raises:
+            KeyError, GgufError: As ``check``.
+        """
+        kind, info = self.check(name), self.tensors[name]
         length = math.prod(info.shape) // kind.block_values * kind.block_bytes
-        if info.offset + length > len(self._data):
-            raise GgufError(f"tensor {name} goes beyond the end of the file")
         raw = np.frombuffer(self._data, np.uint8, length, info.offset)
         return dequantize(raw, kind).reshape(info.shape)
-
-
-def dequantize(raw: npt.NDArray[np.uint8], kind: TensorType) -> npt.NDArray[np.float32]:
-    """Turn stored bytes into float32 values.
-
-    Args:
-        raw: The bytes of whole blocks. Shape: [num_blocks * kind.block_bytes].
-        kind: One of ``SUPPORTED_TYPES``.
-
-    Returns:
-        A fresh array. Shape: [num_blocks * kind.block_values].
-    """
-    if kind.name == "F32":
-        return raw.view("<f4").astype(np.float32)
-    if kind.name == "F16":
-        return raw.view("<f2").astype(np.float32)
-    if kind.name == "BF16":
-        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    blocks = raw.reshape(-1, kind.block_bytes)
-    scale = blocks[:, :2].copy().view("<f2").astype(np.float32)
-    if kind.name == "Q8_0":
-        return (blocks[:, 2:].view(np.int8).astype(np.float32) * scale).reshape(-1)
-    if kind.name == "Q4_0":
-        return ((_nibbles(blocks[:, 2:]) - np.float32(8)) * scale).reshape(-1)
-    minimum = blocks[:, 2:4].copy().view("<f2").astype(np.float32)
-    return (_nibbles(blocks[:, 4:]) * scale + minimum).reshape(-1)
-
-
-def _nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """Unpack 16 bytes into 32 values: the low nibbles come first, then the high ones."""
-    return np.concatenate([packed & 0x0F, packed >> 4], axis=1).astype(np.float32)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from runner.gguf import SUPPORTED_TYPES, GgufError, GgufFile, dequantize
+from runner.dequant import OTHER_TYPES, SUPPORTED_TYPES, dequantize
+from runner.gguf import GgufError, GgufFile
 
-QUANTIZED = {
-    "Q4_0": gguf.GGMLQuantizationType.Q4_0,
-    "Q4_1": gguf.GGMLQuantizationType.Q4_1,
-    "Q8_0": gguf.GGMLQuantizationType.Q8_0,
-    "F16": gguf.GGMLQuantizationType.F16,
-    "BF16": gguf.GGMLQuantizationType.BF16,
-    "F32": gguf.GGMLQuantizationType.F32,
-}
+TYPES = {kind.name: gguf.GGMLQuantizationType[kind.name] for kind in SUPPORTED_TYPES.values()}
+
+# The reference package reads K-types but does not make them.
+QUANTIZED = {name: kind for name, kind in TYPES.items() if not name.endswith("_K")}
 
 
 def write_file(path: Path, kind: gguf.GGMLQuantizationType) -> None:
@@ -51,16 +51,26 @@ def test_every_supported_type_is_dequantized_exactly(name: str, tmp_path: Path) 
     np.testing.assert_array_equal(actual, expected)
 
 
-def test_random_bytes_dequantize_like_the_reference_package() -> None:
-    """Covers scales, minima and nibbles that quantizing normal numbers never makes."""
-    rng = np.random.default_rng(5)
-    for kind in SUPPORTED_TYPES.values():
-        raw = rng.integers(0, 256, 200 * kind.block_bytes, dtype=np.uint8)
-        with np.errstate(invalid="ignore", over="ignore"):
-            expected = gguf.quants.dequantize(raw, QUANTIZED[kind.name]).reshape(-1)
-            actual = dequantize(raw, kind)
+@pytest.mark.parametrize("number", SUPPORTED_TYPES, ids=[*TYPES])
+def test_random_bytes_dequantize_bit_for_bit_like_the_reference_package(number: int) -> None:
+    """Covers scales, minima and bits that quantizing normal numbers never makes."""
+    kind = SUPPORTED_TYPES[number]
+    # More than one slice, the last one short.
+    raw = np.random.default_rng(5).integers(0, 256, 9001 * kind.block_bytes, dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(raw, TYPES[kind.name]).reshape(-1)
+        actual = dequantize(raw, kind)
 
-        np.testing.assert_array_equal(actual, expected, err_msg=kind.name)
+    np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
+
+
+def test_every_type_has_the_number_and_size_that_the_reference_package_gives_it() -> None:
+    for number, kind in SUPPORTED_TYPES.items():
+        assert gguf.GGMLQuantizationType(number).name == kind.name
+        sizes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)]
+        assert sizes == (kind.block_values, kind.block_bytes)
+    for number, name in OTHER_TYPES.items():
+        assert gguf.GGMLQuantizationType(number).name == name
 
 
 def test_metadata_of_every_kind_is_read(tmp_path: Path) -> None:
@@ -92,7 +102,7 @@ def test_a_file_cut_in_its_data_is_refused_when_the_tensor_is_read(tmp_path: Pat
     write_file(path, QUANTIZED["F32"])
     path.write_bytes(path.read_bytes()[:-1000])
 
-    with pytest.raises(GgufError, match="tensor w goes beyond the end"):
+    with pytest.raises(GgufError, match=r"model\.gguf: tensor w goes beyond the end"):
         GgufFile(path).tensor("w")
 
 
@@ -111,15 +121,65 @@ def test_another_format_is_refused_with_what_was_found(
         GgufFile(path)
 
 
-def test_an_unsupported_tensor_type_names_the_supported_ones(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
+def write_tensor(path: Path, kind: gguf.GGMLQuantizationType, rows: np.ndarray) -> None:
     writer = gguf.GGUFWriter(path, "llama")
-    kind = gguf.GGMLQuantizationType.Q6_K
-    writer.add_tensor("w", np.zeros((1, 210), np.uint8), raw_dtype=kind)
+    writer.add_tensor("w", rows, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
-    with pytest.raises(GgufError, match="BF16, F16, F32, Q4_0, Q4_1, Q8_0"):
+
+def test_an_unsupported_tensor_type_names_file_tensor_type_and_the_supported_ones(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_tensor(path, gguf.GGMLQuantizationType.IQ4_NL, np.zeros((1, 18), np.uint8))
+
+    expected = r"model\.gguf: tensor w has type IQ4_NL .*BF16, F16, F32, Q2_K, .*Q6_K, Q8_0"
+    with pytest.raises(GgufError, match=expected):
         GgufFile(path).tensor("w")
+
+
+def test_one_part_of_a_split_model_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint16("split.count", 3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    with pytest.raises(GgufError, match=r"one of 3 parts .*llama-gguf-split --merge"):
+        GgufFile(path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    write_file(path, QUANTIZED["Q4_0"])
+    return path.read_bytes()
+
+
+@settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_a_damaged_file_is_read_or_refused_by_name_and_nothing_else(
+    whole: bytes, tmp_path: Path, data: st.DataObject
+) -> None:
+    """Any bytes changed, any length cut off."""
+    damaged = bytearray(whole)
+    places = data.draw(st.lists(st.integers(0, len(damaged) - 1), max_size=4))
+    for place in places:
+        damaged[place] = data.draw(st.integers(0, 255))
+    length = data.draw(st.one_of(st.just(len(damaged)), st.integers(0, len(damaged))))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(damaged[:length])
+
+    with contextlib.suppress(GgufError), np.errstate(all="ignore"):
+        file = GgufFile(path)
+        for name in file.tensors:
+            assert file.tensor(name).shape == file.tensors[name].shape
