@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from runner.constraints import refuse_constraints
 from runner.errors import invalid
 from runner.fields import Fields
 from runner.kv_transfer import OffloadCaps, parse_kv_transfer
@@ -55,13 +56,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "prompt_logprobs": (),
     "prompt_embeds": (),
-    "structured_outputs": ({},),
-    "response_format": ({"type": "text"},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "tool_choice": ("auto", "none"),
     "functions": ([],),
     "modalities": (["text"],),
     "audio": (),
@@ -148,6 +142,7 @@ def parse_generation(surface: Surface, body: dict[str, Any]) -> GenerationReques
     _refuse_unsupported(body)
     if surface == "chat":
         check_chat(fields)
+    refuse_constraints(fields)
     stream, include_usage = _stream(fields)
     n = fields.integer("n", 1, low=1, high=MAX_SAMPLES)
     if fields.integer("best_of", n, low=1) != n:
