@@ -33,6 +33,7 @@ class Chunk:
         samples: Whether the logits after the last token are wanted.
         owner: Stands for the sequence as long as its earlier tokens stay as they are; lets its
             KV be kept at hand between steps. None if that is not wanted.
+        adapter: Name of the LoRA adapter to compute with; empty for the base model.
     """
 
     token_ids: Sequence[int]
@@ -40,6 +41,7 @@ class Chunk:
     blocks: Sequence[int]
     samples: bool
     owner: Hashable = None
+    adapter: str = ""
 
     @property
     def end(self) -> int:
@@ -59,6 +61,7 @@ class AttentionGroup:
         context: The largest of ``ends``.
         tables: Block tables, padded with block 0. Shape: [sequences, blocks].
         mask: See ``ops_cpu.attend_one`` and ``attend_chunk``.
+        window_mask: The same for layers with a sliding window.
     """
 
     rows: slice
@@ -68,6 +71,7 @@ class AttentionGroup:
     context: int
     tables: npt.NDArray[np.int64]
     mask: torch.Tensor | None
+    window_mask: torch.Tensor | None
 
 
 @dataclass(slots=True)
@@ -81,6 +85,8 @@ class Batch:
         groups: Cover all rows in order.
         sample_rows: Rows whose logits are wanted, in the order of ``order``. Shape: [samples].
         order: For each logits row, the index of its chunk as given.
+        adapter_rows: Rows of each adapter in use.
+        adapter_samples: The same among the rows that sample.
     """
 
     token_ids: torch.Tensor
@@ -89,15 +95,20 @@ class Batch:
     groups: list[AttentionGroup] = field(default_factory=list)
     sample_rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     order: list[int] = field(default_factory=list)
+    adapter_rows: dict[str, torch.Tensor] = field(default_factory=dict)
+    adapter_samples: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class BatchBuilder:
-    """Makes batches for one model and pool."""
+    """Makes batches for one model and pool; ``window_tokens`` is 0 without sliding windows."""
 
-    def __init__(self, num_layers: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, num_layers: int, block_size: int, dtype: torch.dtype, window_tokens: int = 0
+    ) -> None:
         self._num_layers = num_layers
         self._block_size = block_size
         self._dtype = dtype
+        self._window_tokens = window_tokens
         self._layers = np.arange(num_layers, dtype=np.int64)[:, None]
 
     def build(self, chunks: Sequence[Chunk]) -> Batch:
@@ -121,6 +132,10 @@ class BatchBuilder:
         wanted = [at for at, chunk in enumerate(ordered) if chunk.samples]
         batch.sample_rows = torch.from_numpy(ends[wanted] - 1)
         batch.order = [order[at] for at in wanted]
+        if any(chunk.adapter for chunk in ordered):
+            batch.adapter_rows = _rows_by_adapter(ordered, lengths)
+            sampling = [ordered[at] for at in wanted]
+            batch.adapter_samples = _rows_by_adapter(sampling, np.ones(len(wanted), np.int64))
         return batch
 
     def _token_rows(
@@ -160,13 +175,19 @@ class BatchBuilder:
         for table, chunk in zip(tables, chunks, strict=True):
             used = min(num_blocks, len(chunk.blocks))
             table[:used] = chunk.blocks[:used]
-        mask = None
+        at = np.arange(context)
+        mask = window_mask = None
         if contexts[-1] < context:
-            beyond = torch.from_numpy(np.arange(context) >= contexts[:, None])
-            mask = torch.zeros(beyond.shape, dtype=self._dtype).masked_fill_(beyond, -torch.inf)
-            mask = mask[:, None, None]
+            mask = self._single_mask(at >= contexts[:, None])
+        if self._window_tokens:
+            too_far = at < contexts[:, None] - self._window_tokens
+            window_mask = self._single_mask((at >= contexts[:, None]) | too_far)
         owners = tuple(chunk.owner for chunk in chunks)
-        return AttentionGroup(rows, False, owners, contexts, context, tables, mask)
+        return AttentionGroup(rows, False, owners, contexts, context, tables, mask, window_mask)
+
+    def _single_mask(self, hidden: npt.NDArray[np.bool]) -> torch.Tensor:
+        mask = torch.zeros(hidden.shape, dtype=self._dtype)
+        return mask.masked_fill_(torch.from_numpy(hidden), -torch.inf)[:, None, None]
 
     def _chunk_group(self, chunk: Chunk, end_row: int) -> AttentionGroup:
         length, context = len(chunk.token_ids), chunk.end
@@ -175,6 +196,22 @@ class BatchBuilder:
         if chunk.start:
             mask = torch.full((length, context), -torch.inf, dtype=self._dtype)
             mask.triu_(chunk.start + 1)
+        window_mask = mask
+        if 0 < self._window_tokens < context:
+            window_mask = torch.full((length, context), -torch.inf, dtype=self._dtype)
+            # Less than a window back, and never ahead.
+            window_mask.tril_(chunk.start - self._window_tokens)
+            window_mask += torch.full_like(window_mask, -torch.inf).triu_(chunk.start + 1)
         tables = np.array([chunk.blocks[:num_blocks]], dtype=np.int64)
         rows = slice(end_row - length, end_row)
-        return AttentionGroup(rows, True, (), np.array([context]), context, tables, mask)
+        ends = np.array([context])
+        return AttentionGroup(rows, True, (), ends, context, tables, mask, window_mask)
+
+
+def _rows_by_adapter(
+    chunks: Sequence[Chunk], lengths: npt.NDArray[np.int64]
+) -> dict[str, torch.Tensor]:
+    """Return the rows of every adapter in use, chunk ``i`` having ``lengths[i]`` rows."""
+    names = np.repeat(np.array([chunk.adapter for chunk in chunks], dtype=object), lengths)
+    adapters = dict.fromkeys(chunk.adapter for chunk in chunks if chunk.adapter)
+    return {name: torch.from_numpy(np.flatnonzero(names == name)) for name in adapters}

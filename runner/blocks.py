@@ -236,9 +236,11 @@ class BlockPool:
         if not indexes:
             return
         first, last = indexes[0], indexes[-1] + 1
-        extra_keys: list[list[str] | None] = [None] * len(indexes)
+        # As vLLM orders them: the adapter with every block, then the salt with the first one.
+        adapter = [chain.adapter] if chain.adapter else []
+        extra_keys: list[list[str] | None] = [adapter or None] * len(indexes)
         if chain.salt and not first:
-            extra_keys[0] = [chain.salt]
+            extra_keys[0] = [*adapter, chain.salt]
         self._events.append(
             BlockStored(
                 block_hashes=[event_hash(key) for key in chain.keys[first:last]],
@@ -246,6 +248,7 @@ class BlockPool:
                 token_ids=unpack_tokens(b"".join(chain.tokens[first:last])),
                 block_size=self.block_size,
                 medium=MEDIUM,
+                lora_name=chain.adapter or None,
                 extra_keys=extra_keys,
                 group_idx=_GROUP,
                 kv_cache_spec_kind=_SPEC_KIND,

@@ -9,7 +9,7 @@ import argparse
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,6 +62,7 @@ class RunnerConfig:
         kv_events: ZMQ endpoint to publish KV events on; None publishes none.
         kv_replay: ZMQ endpoint to answer replays on.
         served_model_name: None takes the model's own name.
+        lora: Folders of LoRA adapters by the names clients ask for.
     """
 
     model: str = DEFAULT_MODEL
@@ -75,6 +76,7 @@ class RunnerConfig:
     kv_events: str | None = None
     kv_replay: str | None = None
     served_model_name: str | None = None
+    lora: Mapping[str, Path] = field(default_factory=dict)
     log_level: str = "info"
 
     @property
@@ -98,7 +100,12 @@ def parse_args(
     options = parser.parse_args(flags)
     if options.kv_replay and not options.kv_events:
         parser.error("--kv-replay needs --kv-events")
-    return RunnerConfig(**vars(options))
+    adapters = options.lora or []
+    config = RunnerConfig(**vars(options) | {"lora": dict(adapters)})
+    names = [config.name, *(name for name, _ in adapters)]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        parser.error(f"--lora: more than one model or adapter is called {min(repeated)}")
+    return config
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,6 +119,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default=defaults.model, help="smollm2, a model folder, or a .gguf file")
     add("--served-model-name", metavar="NAME", help="name clients ask for (default: the model's)")
+    add(
+        "--lora",
+        type=_adapter,
+        action="append",
+        metavar="NAME=DIR",
+        help="serve a LoRA adapter, a PEFT folder, as model NAME too; repeatable",
+    )
     add("--host", default=defaults.host, help="address to listen on (default: %(default)s)")
     add("--port", type=_port, default=defaults.port, help="0 for any free (default: %(default)s)")
     add("--dtype", choices=DTYPES, default=defaults.dtype, help="weights and KV (%(default)s)")
@@ -202,6 +216,13 @@ def memory_bytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
     except OSError:
         return total
     return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _adapter(text: str) -> tuple[str, Path]:
+    name, equals, folder = text.partition("=")
+    if not name or not equals or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is no adapter; expected NAME=DIR")
+    return name, Path(folder)
 
 
 def _port(text: str) -> int:

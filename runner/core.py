@@ -53,7 +53,8 @@ class EngineCore:
         self._on_events = on_events
         self._kv = model.new_pool(num_blocks, config.block_size)
         self._pool = BlockPool(num_blocks, config.block_size)
-        self._scheduler = Scheduler(self._pool, _namespace(model, config), self.limits)
+        generations = {name: adapter.digest for name, adapter in model.adapters.items()}
+        self._scheduler = Scheduler(self._pool, _namespace(model, config), self.limits, generations)
         self._generation_tokens_total = 0
 
     @property
@@ -277,6 +278,7 @@ def _namespace(model: Model, config: EngineConfig) -> KvKey:
     return namespace_key(
         {
             "layout": _LAYOUT_VERSION,
+            # Over all sizes, rope and window, and over samples of every weight.
             "model": model.fingerprint,
             "dtype": str(model.dtype),
             "device": "cpu",

@@ -93,6 +93,7 @@ class _Job:
                 (ids, self.wanted.sampling(len(ids), facts.max_model_len)) for ids in self.prompts
             ],
             salt=self.wanted.cache_salt,
+            adapter=self.service.adapter_of(self.wanted.model),
             stop=self.wanted.stop,
         )
         return Generation(
@@ -110,7 +111,7 @@ class _Job:
         return (ChatShape if is_chat else CompletionShape)(
             id=f"{'chatcmpl' if is_chat else 'cmpl'}-{self.request_id}",
             created=int(self.service.wall_clock()),
-            model=self.service.facts.name,
+            model=self.wanted.model or self.service.facts.name,
             texts=self.service.texts,
             wants_logprobs=self.wanted.logprobs is not None,
             prompt_ids=self.prompts if self.wanted.return_token_ids else None,

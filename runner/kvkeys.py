@@ -31,13 +31,29 @@ def namespace_key(facts: Mapping[str, object]) -> KvKey:
 
 
 def root_key(namespace: KvKey, *, salt: str = "", adapter: str = "") -> KvKey:
-    """Return the parent of every first block; other salts and adapters have other roots."""
+    """Return the parent of every first block; other salts and adapters have other roots.
+
+    Args:
+        namespace: Of the base model.
+        salt: A client's isolation key.
+        adapter: Name and generation of the LoRA adapter (``adapter_identity``), empty for none.
+    """
     parts = b"".join(
         len(part).to_bytes(8, "little") + part
         # A client's salt may hold lone surrogates, which JSON allows and UTF-8 does not.
         for part in (salt.encode(errors="surrogatepass"), adapter.encode())
     )
     return hashlib.blake2b(namespace + parts, digest_size=_KEY_BYTES, person=_ROOT).digest()
+
+
+def adapter_identity(name: str, digest: str) -> str:
+    """Return what tells the KV of one adapter from that of all others, and of other weights.
+
+    Args:
+        name: What requests call it.
+        digest: Over its weights: a name whose weights change begins a new generation.
+    """
+    return f"{digest} {name}"
 
 
 def block_key(parent: KvKey, token_bytes: bytes) -> KvKey:
@@ -75,15 +91,17 @@ class BlockChain:
     Attributes:
         root: Parent of the first block.
         salt: What the root was salted with; announced with the first block.
+        adapter: Name of the LoRA adapter the root is of; announced with every block.
         keys: One per full block seen so far.
         tokens: Their packed token ids.
     """
 
-    __slots__ = ("_block_size", "keys", "root", "salt", "tokens")
+    __slots__ = ("_block_size", "adapter", "keys", "root", "salt", "tokens")
 
-    def __init__(self, root: KvKey, block_size: int, salt: str = "") -> None:
+    def __init__(self, root: KvKey, block_size: int, salt: str = "", adapter: str = "") -> None:
         self.root = root
         self.salt = salt
+        self.adapter = adapter
         self.keys: list[KvKey] = []
         self.tokens: list[bytes] = []
         self._block_size = block_size
@@ -102,6 +120,6 @@ class BlockChain:
 
     def copy(self) -> BlockChain:
         """Return a chain that grows on its own."""
-        twin = BlockChain(self.root, self._block_size, self.salt)
+        twin = BlockChain(self.root, self._block_size, self.salt, self.adapter)
         twin.keys, twin.tokens = self.keys.copy(), self.tokens.copy()
         return twin

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from runner.arch import EMBEDDING, HEAD, linear_name
 from runner.batch import BatchBuilder
 from runner.kvpool import KvPool
+from runner.lora import Adapter, AdapterRows
 from runner.ops_cpu import (
     PackedLinear,
     RmsNorm,
@@ -26,7 +28,7 @@ from runner.ops_cpu import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from runner.arch import ModelConfig
     from runner.batch import AttentionGroup, Chunk
@@ -68,26 +70,21 @@ class ModelWeights:
 
     @classmethod
     def read(
-        cls,
-        config: ModelConfig,
-        read: Callable[[str], torch.Tensor],
-        read_optional: Callable[[str], torch.Tensor | None],
-        dtype: torch.dtype,
+        cls, config: ModelConfig, read: Callable[[str], torch.Tensor], dtype: torch.dtype
     ) -> ModelWeights:
-        """Build them from safetensors names; without ``lm_head`` the embedding is the head.
+        """Build them from safetensors names; a tied model's head is its embedding.
 
         Args:
             config: The sizes.
-            read: Gives a tensor as float32; KeyError if there is none.
-            read_optional: The same, None if there is none.
+            read: Gives a tensor as float32.
             dtype: To compute in. Scales are folded before rounding to it.
         """
-        reader = _Reader(config, read, read_optional, dtype)
+        reader = _Reader(config, read, dtype)
         with torch.inference_mode():
-            embedding = read("model.embed_tokens.weight")
-            head = read_optional("lm_head.weight")
-            head = (embedding if head is None else head) * read("model.norm.weight")
-            layers = [reader.layer(f"model.layers.{at}") for at in range(config.num_layers)]
+            embedding = read(EMBEDDING)
+            head = embedding if config.is_tied else read(HEAD)
+            head = head * read("model.norm.weight")
+            layers = [reader.layer(at) for at in range(config.num_layers)]
             return cls(embedding.to(dtype), layers, PackedLinear(head.to(dtype)))
 
 
@@ -97,30 +94,39 @@ class _Reader:
 
     config: ModelConfig
     read: Callable[[str], torch.Tensor]
-    read_optional: Callable[[str], torch.Tensor | None]
     dtype: torch.dtype
 
-    def layer(self, prefix: str) -> LayerWeights:
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    def layer(self, at: int) -> LayerWeights:
+        prefix = f"model.layers.{at}"
         before_attention = self.read(f"{prefix}.input_layernorm.weight")
         before_mlp = self.read(f"{prefix}.post_attention_layernorm.weight")
         return LayerWeights(
-            qkv=self._joined(attention, ("q_proj", "k_proj", "v_proj"), before_attention),
-            output=self._joined(attention, ("o_proj",)),
-            gate_up=self._joined(mlp, ("gate_proj", "up_proj"), before_mlp),
-            down=self._joined(mlp, ("down_proj",)),
-            qk_norm=self._qk_norm(attention) if self.config.has_qk_norm else None,
+            qkv=self._joined(at, ("q_proj", "k_proj", "v_proj"), before_attention),
+            output=self._joined(at, ("o_proj",)),
+            gate_up=self._joined(at, ("gate_proj", "up_proj"), before_mlp),
+            down=self._joined(at, ("down_proj",)),
+            qk_norm=self._qk_norm(f"{prefix}.self_attn") if self.config.has_qk_norm else None,
         )
 
     def _joined(
-        self, prefix: str, names: Sequence[str], scale: torch.Tensor | float = 1.0
+        self, at: int, names: Sequence[str], scale: torch.Tensor | float = 1.0
     ) -> PackedLinear:
         """Join linears of the same input, whose norm scale is ``scale``."""
-        weight = torch.cat([self.read(f"{prefix}.{name}.weight") for name in names]) * scale
-        biases = [self.read_optional(f"{prefix}.{name}.bias") for name in names]
-        present = [bias for bias in biases if bias is not None]
-        bias = torch.cat(present).to(self.dtype) if present else None
-        return PackedLinear(weight.to(self.dtype), bias)
+        places = [linear_name(at, name) for name in names]
+        weight = torch.cat([self.read(f"{place}.weight") for place in places]) * scale
+        return PackedLinear(weight.to(self.dtype), self._bias(at, names))
+
+    def _bias(self, at: int, names: Sequence[str]) -> torch.Tensor | None:
+        config = self.config
+        if not set(names) & set(config.biases):
+            return None
+        parts = [
+            self.read(f"{linear_name(at, name)}.bias")
+            if name in config.biases
+            else torch.zeros(config.linear_shape(name)[0])
+            for name in names
+        ]
+        return torch.cat(parts).to(self.dtype)
 
     def _qk_norm(self, prefix: str) -> torch.Tensor:
         query, key = self.read(f"{prefix}.q_norm.weight"), self.read(f"{prefix}.k_norm.weight")
@@ -135,6 +141,7 @@ class Model:
         config: Its sizes.
         dtype: Type of weights, activations and KV.
         fingerprint: Hex digest over sizes and sampled weights: equal only for the same model.
+        adapters: LoRA adapters by name.
     """
 
     def __init__(
@@ -143,9 +150,17 @@ class Model:
         self.config = config
         self.dtype = dtype
         self.fingerprint = fingerprint
+        self.adapters: dict[str, Adapter] = {}
         self._weights = weights
         self._norm = RmsNorm(config.hidden_size, config.norm_eps, dtype)
-        self._rope = Rope(config.rope_frequencies(), dtype)
+        scaling = config.rope_scaling
+        amplitude = 1.0 if scaling is None else scaling.amplitude
+        self._rope = Rope(config.rope_frequencies(), dtype, amplitude)
+        self._window_layers = frozenset(config.window_layers)
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Make an adapter available; before the engine starts."""
+        self.adapters[adapter.name] = adapter
 
     def new_pool(self, num_blocks: int, block_size: int) -> KvPool:
         """Allocate a KV pool of this model's shape (the memory is taken as blocks are used)."""
@@ -170,42 +185,75 @@ class Model:
             index of its chunk. Shape: [samples, vocab], in the model's dtype.
         """
         config, weights = self.config, self._weights
-        batch = BatchBuilder(config.num_layers, pool.block_size, self.dtype).build(chunks)
+        builder = BatchBuilder(config.num_layers, pool.block_size, self.dtype, config.window_tokens)
+        batch = builder.build(chunks)
         contexts = pool.contexts.open(batch.groups)
         angles = self._rope.angles(batch.positions)
         hidden = functional.embedding(batch.token_ids, weights.embedding)
+        adapted = self._adapted(batch.adapter_rows)
         last = config.num_layers - 1
-        for at, layer in enumerate(weights.layers):
-            qkv = self._write_kv(layer, hidden, angles, batch.token_rows[at], pool)
+        for at in range(config.num_layers):
+            qkv = self._write_kv(at, hidden, angles, batch.token_rows[at], pool, adapted)
             if at == last and not batch.order:
                 break
             mixed = self._attend(qkv, batch.groups, contexts, at)
             if at == last:
                 # Only rows that sample are needed beyond the last attention.
                 hidden, mixed = hidden[batch.sample_rows], mixed[batch.sample_rows]
-            hidden = layer.output.add_to(hidden, mixed)
-            hidden = layer.down.add_to(hidden, silu_mul(layer.gate_up(self._norm(hidden))))
+                adapted = self._adapted(batch.adapter_samples)
+            hidden = self._feed_forward(at, self._project(at, hidden, mixed, adapted), adapted)
         if not batch.order:
             return hidden.new_empty((0, config.vocab_size)), []
         return weights.head(self._norm(hidden)), batch.order
 
+    def _adapted(self, rows: Mapping[str, torch.Tensor]) -> list[AdapterRows]:
+        return [AdapterRows(self.adapters[name], at) for name, at in rows.items()]
+
     def _write_kv(
         self,
-        layer: LayerWeights,
+        at: int,
         hidden: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         token_rows: torch.Tensor,
         pool: KvPool,
+        adapted: Sequence[AdapterRows],
     ) -> torch.Tensor:
         """Project, rotate and store. Returns qkv. Shape: [rows, heads + 2 * kv_heads, dim]."""
-        config = self.config
-        qkv = layer.qkv(self._norm(hidden)).view(hidden.shape[0], -1, config.head_dim)
+        config, layer = self.config, self._weights.layers[at]
+        normed = self._norm(hidden)
+        flat = layer.qkv(normed)
+        for some in adapted:
+            some.add_to(flat, at, "qkv", normed)
+        qkv = flat.view(hidden.shape[0], -1, config.head_dim)
         rotated = config.num_heads + config.num_kv_heads
         if layer.qk_norm is not None:
             head_rms_norm_(qkv[:, :rotated], layer.qk_norm, config.norm_eps)
         rotate_(qkv[:, :rotated], *angles)
         pool.write(token_rows, qkv[:, config.num_heads :])
         return qkv
+
+    def _project(
+        self, at: int, hidden: torch.Tensor, mixed: torch.Tensor, adapted: Sequence[AdapterRows]
+    ) -> torch.Tensor:
+        """Return the residual stream after attention."""
+        out = self._weights.layers[at].output.add_to(hidden, mixed)
+        for some in adapted:
+            some.add_to(out, at, "output", mixed)
+        return out
+
+    def _feed_forward(
+        self, at: int, hidden: torch.Tensor, adapted: Sequence[AdapterRows]
+    ) -> torch.Tensor:
+        """Return the residual stream after the feed-forward."""
+        layer, normed = self._weights.layers[at], self._norm(hidden)
+        gate_up = layer.gate_up(normed)
+        for some in adapted:
+            some.add_to(gate_up, at, "gate_up", normed)
+        product = silu_mul(gate_up)
+        out = layer.down.add_to(hidden, product)
+        for some in adapted:
+            some.add_to(out, at, "down", product)
+        return out
 
     def _attend(
         self,
@@ -222,5 +270,6 @@ class Model:
             keys_values = context.read(at, rows[:, num_heads:])
             keys, values = keys_values[:, :, :, : group.context].unbind(0)
             attend = attend_chunk if group.is_chunk else attend_one
-            parts.append(attend(rows[:, :num_heads], keys, values, group.mask))
+            mask = group.window_mask if at in self._window_layers else group.mask
+            parts.append(attend(rows[:, :num_heads], keys, values, mask))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -28,26 +28,29 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def models(request: web.Request) -> web.Response:
-    """List the one served model."""
-    return json_response({"object": "list", "data": [_model(request.app[SERVICE])]})
+    """List the served model and, as vLLM does, its LoRA adapters below it."""
+    service = request.app[SERVICE]
+    cards = [_model(service, name) for name in (service.facts.name, *service.facts.adapters)]
+    return json_response({"object": "list", "data": cards})
 
 
 async def model(request: web.Request) -> web.Response:
     """Describe a model by name."""
     service = request.app[SERVICE]
-    service.check_model(request.match_info["name"])
-    return json_response(_model(service))
+    name = request.match_info["name"]
+    service.check_model(name)
+    return json_response(_model(service, name))
 
 
-def _model(service: Service) -> dict[str, Any]:
+def _model(service: Service, name: str) -> dict[str, Any]:
     facts = service.facts
     return {
-        "id": facts.name,
+        "id": name,
         "object": "model",
         "created": service.started_at_s,
         "owned_by": "warmlane",
-        "root": facts.root,
-        "parent": None,
+        "root": facts.adapters.get(name, facts.root),
+        "parent": facts.name if name in facts.adapters else None,
         "max_model_len": facts.max_model_len,
     }
 

@@ -81,14 +81,19 @@ def head_rms_norm_(heads: torch.Tensor, scale: torch.Tensor, epsilon: float) -> 
 class Rope:
     """Rotary position embedding, half-split layout."""
 
-    def __init__(self, frequencies: Sequence[float], dtype: torch.dtype) -> None:
+    def __init__(
+        self, frequencies: Sequence[float], dtype: torch.dtype, amplitude: float = 1.0
+    ) -> None:
         self._frequencies = torch.tensor(frequencies, dtype=torch.float32)
+        self._amplitude = amplitude
         self._dtype = dtype
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and signed sines for ``rotate_``. Shapes: [rows] -> [rows, 1, dim] x 2."""
         angles = positions.to(torch.float32).unsqueeze(1) * self._frequencies
         cosines, sines = angles.cos(), angles.sin()
+        if self._amplitude != 1:
+            cosines, sines = cosines * self._amplitude, sines * self._amplitude
         return (
             torch.cat((cosines, cosines), 1).to(self._dtype).unsqueeze(1),
             torch.cat((-sines, sines), 1).to(self._dtype).unsqueeze(1),

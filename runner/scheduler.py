@@ -14,10 +14,12 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from runner.batch import Chunk
-from runner.kvkeys import BlockChain, root_key
+from runner.kvkeys import BlockChain, adapter_identity, root_key
 from runner.sequence import Sequence
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from runner.blocks import BlockPool
     from runner.kvkeys import KvKey
     from runner.types import EngineRequest
@@ -55,7 +57,14 @@ class Work:
         sequence = self.sequence
         start, end = sequence.num_computed, sequence.num_computed + self.num_tokens
         samples = end == len(sequence.tokens)
-        return Chunk(sequence.tokens[start:end], start, sequence.blocks, samples, sequence)
+        return Chunk(
+            sequence.tokens[start:end],
+            start,
+            sequence.blocks,
+            samples,
+            sequence,
+            sequence.request.adapter,
+        )
 
 
 @dataclass(slots=True)
@@ -74,15 +83,30 @@ class Plan:
 class Scheduler:
     """Queues of one engine.
 
+    Args:
+        pool: Holds the KV.
+        namespace: Of the base model.
+        limits: See there.
+        adapters: Generation of each LoRA adapter by name (``Adapter.digest``).
+
     Attributes:
         running: Sequences holding blocks, oldest first.
         waiting: Sequences holding none, oldest first.
         hit_tokens_total: See ``EngineStats``, as the others.
     """
 
-    def __init__(self, pool: BlockPool, namespace: KvKey, limits: Limits) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        namespace: KvKey,
+        limits: Limits,
+        adapters: Mapping[str, str] | None = None,
+    ) -> None:
         self._pool = pool
         self._namespace = namespace
+        self._identities = {"": ""} | {
+            name: adapter_identity(name, digest) for name, digest in (adapters or {}).items()
+        }
         self._limits = limits
         self._num_arrivals = 0
         self.running: list[Sequence] = []
@@ -108,6 +132,8 @@ class Scheduler:
         pool_tokens = self._pool.num_blocks * self._pool.block_size
         if not prompt:
             return "the prompt has no tokens"
+        if request.adapter not in self._identities:
+            return f"there is no adapter {request.adapter}"
         if len(prompt) >= limits.max_model_len:
             return (
                 f"the prompt has {len(prompt)} tokens; prompt and completion together may have "
@@ -124,9 +150,9 @@ class Scheduler:
     def add(self, request: EngineRequest) -> None:
         """Queue a request that ``refusal`` has nothing against."""
         pool, prompt = self._pool, request.prompt_ids
-        chain = BlockChain(
-            root_key(self._namespace, salt=request.salt), pool.block_size, request.salt
-        )
+        identity = self._identities[request.adapter]
+        root = root_key(self._namespace, salt=request.salt, adapter=identity)
+        chain = BlockChain(root, pool.block_size, request.salt, request.adapter)
         chain.extend(prompt)
         max_tokens = min(
             len(prompt) + request.params.max_tokens,

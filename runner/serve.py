@@ -99,12 +99,14 @@ def _read_model(config: RunnerConfig, path: Path) -> tuple[TokenizerFiles, Model
     except (TokenizerError, GgufError, OSError) as error:
         raise StartError(str(error)) from error
 
-    from runner.arch import UnsupportedModelError
-    from runner.weights import WeightsError, load_model
+    from runner.adapters import AdapterError
+    from runner.facts import UnsupportedModelError
+    from runner.sources import WeightsError
+    from runner.weights import load_model
 
     try:
-        return files, load_model(path, config.dtype, config.threads)
-    except (WeightsError, UnsupportedModelError, OSError) as error:
+        return files, load_model(path, config.dtype, config.threads, config.lora)
+    except (WeightsError, UnsupportedModelError, AdapterError, OSError) as error:
         raise StartError(str(error)) from error
 
 
@@ -152,6 +154,7 @@ def _make_engine(
         max_model_len=max_model_len,
         vocab_size=model.config.vocab_size,
         block_size=config.block_size,
+        adapters={name: str(folder) for name, folder in config.lora.items()},
     )
     return engine, facts
 

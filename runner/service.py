@@ -15,7 +15,7 @@ from prefix_index.tokens import PromptTokenizer
 from runner.errors import ApiError, invalid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from tokenizers import Tokenizer
 
@@ -44,6 +44,7 @@ class ModelFacts:
         max_model_len: Most tokens of prompt and completion.
         vocab_size: Token ids are below this.
         block_size: Tokens per KV block.
+        adapters: Where each LoRA adapter's files are, by the name clients ask for.
     """
 
     name: str
@@ -51,6 +52,7 @@ class ModelFacts:
     max_model_len: int
     vocab_size: int
     block_size: int
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 class PromptPipeline:
@@ -173,16 +175,22 @@ class Service:
                 retry_after_s=DRAIN_RETRY_AFTER_S,
             )
 
+    def adapter_of(self, name: str | None) -> str:
+        """Return the LoRA adapter that a served name stands for; empty for the base model."""
+        return name if name is not None and name in self.facts.adapters else ""
+
     def check_model(self, name: str | None) -> None:
         """Refuse a name this runner does not serve; no name means the served one.
 
         Raises:
             ApiError: 404.
         """
-        if name is not None and name != self.facts.name:
+        served = (self.facts.name, *self.facts.adapters)
+        if name is not None and name not in served:
             raise ApiError(
                 404,
-                f"The model `{name}` does not exist; this runner serves `{self.facts.name}`.",
+                f"The model `{name}` does not exist; this runner serves "
+                f"{', '.join(f'`{one}`' for one in served)}.",
                 param="model",
                 code="model_not_found",
             )

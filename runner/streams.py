@@ -129,12 +129,14 @@ class Plan:
     Attributes:
         id: Unique; the engine's request ids begin with it.
         prompts: Token ids and parameters of each prompt.
+        adapter: See ``EngineRequest``, as ``salt``.
         stop: Stop strings.
     """
 
     id: str
     prompts: Sequence[tuple[list[int], SamplingParams]]
     salt: str = ""
+    adapter: str = ""
     stop: tuple[str, ...] = ()
 
 
@@ -191,6 +193,7 @@ class Generation:
                         params=params,
                         sink=self._queue.put,
                         salt=self._plan.salt,
+                        adapter=self._plan.adapter,
                     )
                 )
         except BaseException:

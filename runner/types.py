@@ -102,6 +102,7 @@ class EngineRequest:
         params: How to sample.
         sink: Gets every output, called from the engine thread: it must return at once.
         salt: Isolation key; requests with different salts never share KV.
+        adapter: LoRA adapter to run with; empty for the base model. KV is not shared across.
     """
 
     id: str
@@ -109,6 +110,7 @@ class EngineRequest:
     params: SamplingParams
     sink: Callable[[TokenOutput], None]
     salt: str = ""
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,14 +27,21 @@ class Driver:
         self.announced: Counter[int | bytes] = Counter()
         self._num_requests = 0
 
-    def submit(self, prompt: Sequence[int], *, salt: str = "", **params: Any) -> str:
+    def submit(
+        self, prompt: Sequence[int], *, salt: str = "", adapter: str = "", **params: Any
+    ) -> str:
         """Queue a prompt, greedy unless said otherwise; returns the request's id."""
         settings = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True} | params
         self._num_requests += 1
         request_id = f"r{self._num_requests}"
         self.core.accept(
             EngineRequest(
-                request_id, list(prompt), SamplingParams(**settings), self.outputs.append, salt
+                request_id,
+                list(prompt),
+                SamplingParams(**settings),
+                self.outputs.append,
+                salt,
+                adapter,
             )
         )
         return request_id

@@ -30,17 +30,55 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
     "llama untied": ("Llama", {"tie_word_embeddings": False}),
+    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama3 rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "linear rope": (
         "Llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}},
     ),
+    "dynamic rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}},
+    ),
+    "yarn rope": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN_ROPE}),
+    "yarn rope with all its settings": (
+        "Llama",
+        {
+            "rope_parameters": YARN_ROPE
+            | {"beta_fast": 8, "beta_slow": 2, "mscale": 1.0, "mscale_all_dim": 0.5}
+            | {"truncate": False}
+        },
+    ),
+    "yarn rope with its own amplitude": (
+        "Llama",
+        {"rope_parameters": YARN_ROPE | {"attention_factor": 1.3}},
+    ),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 8}),
+    "mistral with a window": ("Mistral", {"sliding_window": 21, "head_dim": 16}),
     "qwen2": ("Qwen2", {}),
+    "qwen2 tied, with a window in its last layer": (
+        "Qwen2",
+        {
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 10,
+            "max_window_layers": 1,
+        },
+    ),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3 tied, with biases": (
+        "Qwen3",
+        {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True},
+    ),
 }
 
 # A table that is neither sorted nor adjacent: positions must follow it, not the block ids.

@@ -11,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runner.arch import UnsupportedModelError, config_from_gguf, config_from_hf
 from runner.batch import Chunk
+from runner.configs import config_from_gguf, config_from_hf
+from runner.facts import Facts, UnsupportedModelError
 from runner.model import Model
-from runner.weights import WeightsError, load_model
+from runner.sources import WeightsError
+from runner.weights import load_model
 
 
 def last_logits(model: Model, prompt: list[int]) -> torch.Tensor:
@@ -94,16 +96,20 @@ def test_a_tensor_nobody_computes_with_is_refused(tiny_dir: Path, tmp_path: Path
         load_model(tmp_path, "float32", 1)
 
 
-def hf_config(**changes: Any) -> dict[str, Any]:
-    return {
+def hf_config(**changes: Any) -> Facts:
+    values = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 10,
         "hidden_size": 8,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": 3,
         "num_attention_heads": 2,
         "intermediate_size": 8,
         "max_position_embeddings": 64,
-    } | changes
+    }
+    return Facts(values | changes, "config.json")
+
+
+NOTHING = Facts({}, "generation_config.json")
 
 
 @pytest.mark.parametrize(
@@ -111,29 +117,65 @@ def hf_config(**changes: Any) -> dict[str, Any]:
     [
         ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM; this runner computes Llama"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "longrope; this runner"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "whole heads"),
         ({"num_key_value_heads": 3}, "2 query heads do not share 3 KV heads"),
+        ({"head_dim": 3}, "heads of 3 values have no two halves"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised by awq; this runner reads"),
     ],
-    ids=["architecture", "activation", "rope", "heads"],
+    ids=["architecture", "activation", "rope", "partial rope", "heads", "odd", "quantisation"],
 )
 def test_what_cannot_be_computed_rightly_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        config_from_hf(hf_config(**changes), {})
+        config_from_hf(hf_config(**changes), NOTHING)
 
 
-def test_a_sliding_window_bounds_the_context() -> None:
-    assert config_from_hf(hf_config(sliding_window=32), {}).context_tokens == 32
-    config = hf_config(sliding_window=32, use_sliding_window=False)
-    assert config_from_hf(config, {}).context_tokens == 64
+@pytest.mark.parametrize(
+    ("architecture", "changes", "window", "layers"),
+    [
+        ("Mistral", {"sliding_window": 32}, 32, (0, 1, 2)),
+        ("Mistral", {"sliding_window": None}, 0, ()),
+        ("Mistral", {"sliding_window": 64}, 0, ()),
+        ("Mistral", {"max_position_embeddings": 8192}, 4096, (0, 1, 2)),
+        ("Qwen2", {"sliding_window": 32}, 0, ()),
+        ("Qwen2", {"sliding_window": 32, "use_sliding_window": True}, 32, ()),
+        (
+            "Qwen3",
+            {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 2},
+            32,
+            (2,),
+        ),
+        (
+            "Qwen3",
+            {
+                "sliding_window": 32,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            32,
+            (0, 2),
+        ),
+        ("Llama", {"sliding_window": 32}, 0, ()),
+    ],
+)
+def test_sliding_windows_follow_the_rules_of_each_architecture(
+    architecture: str, changes: dict[str, Any], window: int, layers: tuple[int, ...]
+) -> None:
+    raw = hf_config(architectures=[f"{architecture}ForCausalLM"], **changes)
+    config = config_from_hf(raw, NOTHING)
+
+    assert (config.window_tokens, config.window_layers) == (window, layers)
+    assert config.context_tokens == raw.values["max_position_embeddings"]
 
 
 def test_the_generation_config_decides_the_end_tokens() -> None:
     config = hf_config(eos_token_id=3)
+    generation = Facts({"eos_token_id": [4, 5]}, "generation_config.json")
 
-    assert config_from_hf(config, {}).eos_token_ids == (3,)
-    assert config_from_hf(config, {"eos_token_id": [4, 5]}).eos_token_ids == (4, 5)
+    assert config_from_hf(config, NOTHING).eos_token_ids == (3,)
+    assert config_from_hf(config, generation).eos_token_ids == (4, 5)
 
 
 def test_a_foreign_gguf_architecture_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="mamba; this runner computes llama"):
-        config_from_gguf({"general.architecture": "mamba"}, 10)
+        config_from_gguf({"general.architecture": "mamba"}, {}, "model.gguf")

@@ -1,0 +1,134 @@
+"""What LoRA adapters add to a decoder's linears, for the rows of a step that asked for them.
+
+Several adapters and the base model share a batch: the base model's linears run over all rows, then
+each adapter adds its low-rank product to its own rows. Without adapters nothing is added at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from runner.adapters import AdapterFiles
+    from runner.arch import ModelConfig
+
+Site: TypeAlias = Literal["qkv", "output", "gate_up", "down"]
+"""A linear of the decoder as it is computed: of one or several linears of the model, joined."""
+
+_SITES: Mapping[Site, Sequence[str]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "output": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+
+# The norm before a site, whose scale the decoder's linears have in them, and so must A.
+_NORMS: Mapping[Site, str] = {"qkv": "input_layernorm", "gate_up": "post_attention_layernorm"}
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """Two thin matrices for one site.
+
+    Attributes:
+        inner: Shape: [rank, in]; the ranks of joined linears add up.
+        outer: With the adapter's scale. Shape: [out, rank].
+    """
+
+    inner: torch.Tensor
+    outer: torch.Tensor
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return what is added. Shapes: [rows, in] -> [rows, out]."""
+        return functional.linear(functional.linear(rows, self.inner), self.outer)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A loaded adapter.
+
+    Attributes:
+        name: What requests call it.
+        folder: Where it came from.
+        digest: See ``AdapterFiles``.
+        layers: What it adds to each layer's sites; a site it does not touch is missing.
+    """
+
+    name: str
+    folder: Path
+    digest: str
+    layers: Sequence[Mapping[Site, LowRank]]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """The rows of a step, or those of them that sample, that run with one adapter."""
+
+    adapter: Adapter
+    rows: torch.Tensor
+
+    def add_to(self, out: torch.Tensor, layer: int, site: Site, rows: torch.Tensor) -> None:
+        """Add the adapter's part to ``out``, the site's result for the inputs ``rows``."""
+        if (low_rank := self.adapter.layers[layer].get(site)) is not None:
+            out.index_add_(0, self.rows, low_rank(rows[self.rows]))
+
+
+def build_adapter(
+    files: AdapterFiles,
+    config: ModelConfig,
+    read: Callable[[str], torch.Tensor],
+    dtype: torch.dtype,
+) -> Adapter:
+    """Load an adapter.
+
+    Args:
+        files: Checked against the model.
+        config: The model's sizes.
+        read: Gives the model's tensors as float32.
+        dtype: To compute in. Scales are folded before rounding to it.
+    """
+    with torch.inference_mode():
+        layers = [_layer(files, config, read, dtype, at) for at in range(config.num_layers)]
+    return Adapter(files.name, files.folder, files.digest, layers)
+
+
+def _layer(
+    files: AdapterFiles,
+    config: ModelConfig,
+    read: Callable[[str], torch.Tensor],
+    dtype: torch.dtype,
+    at: int,
+) -> dict[Site, LowRank]:
+    sites: dict[Site, LowRank] = {}
+    for site, linears in _SITES.items():
+        if files.linears.isdisjoint(linears):
+            continue
+        norm = _NORMS.get(site)
+        scale = 1.0 if norm is None else read(f"model.layers.{at}.{norm}.weight")
+        inner, outer = _joined(files, config, at, linears)
+        sites[site] = LowRank((inner * scale).to(dtype), (outer * files.scale).to(dtype))
+    return sites
+
+
+def _joined(
+    files: AdapterFiles, config: ModelConfig, at: int, linears: Sequence[str]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join the linears of a site: A below each other, B along a diagonal of blocks."""
+    inners, outers = [], []
+    for linear in linears:
+        rows, columns = config.linear_shape(linear)
+        if linear in files.linears:
+            inners.append(files.read(at, linear, "A"))
+            outers.append(files.read(at, linear, "B"))
+        else:
+            inners.append(torch.empty(0, columns))
+            outers.append(torch.empty(rows, 0))
+    outer: torch.Tensor = torch.block_diag(*outers)  # type: ignore[no-untyped-call]
+    return torch.cat(inners), outer
