@@ -199,6 +199,13 @@ def test_flags_win_over_the_environment_and_that_over_defaults() -> None:
     assert (config.port, config.pool, config.block_size) == (2, PoolSize(tokens=2048), 16)
 
 
+def test_adapters_come_from_flags_and_the_environment() -> None:
+    config = parse_args(["--lora", "a=x/y", "--lora", "b=z=1"], {"WARMLANE_RUNNER__LORA": "c=w"})
+
+    assert config.lora == {"c": Path("w"), "a": Path("x/y"), "b": Path("z=1")}
+    assert parse_args([], {}).lora == {}
+
+
 @pytest.mark.parametrize(
     ("flags", "environ", "named"),
     [
@@ -208,6 +215,12 @@ def test_flags_win_over_the_environment_and_that_over_defaults() -> None:
         (["--pool-tokens", "lots"], {}, "--pool-tokens"),
         (["--nonsense"], {}, "--nonsense"),
         (["--kv-replay", "tcp://127.0.0.1:1"], {}, "--kv-events"),
+        (["--lora", "tone"], {}, "expected NAME=DIR"),
+        (["--lora", "=dir"], {}, "expected NAME=DIR"),
+        (["--lora", "tone="], {}, "expected NAME=DIR"),
+        (["--lora", "tone=a", "--lora", "tone=b"], {}, "adapter is called tone"),
+        (["--lora", "smollm2=a"], {}, "adapter is called smollm2"),
+        ([], {"WARMLANE_RUNNER__LORA": "tone"}, "WARMLANE_RUNNER__LORA"),
         ([], {"WARMLANE_RUNNER__PORT": "x"}, "WARMLANE_RUNNER__PORT"),
         ([], {"WARMLANE_RUNNER__NONSENSE": "x"}, "WARMLANE_RUNNER__NONSENSE"),
     ],

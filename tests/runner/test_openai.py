@@ -164,8 +164,6 @@ def test_an_unknown_transfer_parameter_is_refused() -> None:
         ("echo", True),
         ("logit_bias", {"5": 1}),
         ("presence_penalty", 0.5),
-        ("response_format", {"type": "json_object"}),
-        ("tool_choice", "required"),
         ("chat_template", "{{ 1 }}"),
         ("best_of", 3),
     ],
@@ -176,9 +174,86 @@ def test_what_would_change_the_answer_and_is_not_supported_is_refused(
     assert refusal("chat", CHAT | {name: value}).param == name
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "param", "what"),
+    [
+        ("response_format", {"type": "json_object"}, "response_format", "of type json_object"),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+            "response_format",
+            "of type json_schema",
+        ),
+        (
+            "response_format",
+            {"type": "structural_tag"},
+            "response_format",
+            "of type structural_tag",
+        ),
+        ("tool_choice", "required", "tool_choice", "`tool_choice` required"),
+        (
+            "tool_choice",
+            {"type": "function", "function": {"name": "f"}},
+            "tool_choice",
+            "`tool_choice` of a named function",
+        ),
+        ("function_call", {"name": "f"}, "function_call", "of a named function"),
+        ("tools", [TOOL, STRICT], "tools[1].function.strict", "`tools[1].function.strict`"),
+        ("structured_outputs", {"regex": "a+"}, "structured_outputs", "`structured_outputs`"),
+        ("guided_json", {"type": "object"}, "guided_json", "`guided_json`"),
+        ("guided_regex", "a+", "guided_regex", "`guided_regex`"),
+        ("guided_choice", ["a", "b"], "guided_choice", "`guided_choice`"),
+        ("guided_grammar", "root ::= 'a'", "guided_grammar", "`guided_grammar`"),
+        ("structural_tag", {"x": 1}, "structural_tag", "`structural_tag`"),
+        ("json_schema", "{}", "json_schema", "`json_schema`"),
+        ("regex", "a+", "regex", "`regex`"),
+        ("ebnf", "root ::= 'a'", "ebnf", "`ebnf`"),
+        ("grammar", "root ::= 'a'", "grammar", "`grammar`"),
+    ],
+)
+def test_an_answer_of_a_given_form_is_refused_saying_why_and_what_to_do(
+    name: str, value: Any, param: str, what: str
+) -> None:
+    error = refusal("chat", CHAT | {"tools": [TOOL]} | {name: value})
+
+    assert (error.status, error.param, error.code) == (400, param, "unsupported_parameter")
+    assert what in error.message
+    assert "does not constrain what a model writes" in error.message
+    assert "leave this out" in error.message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "param"),
+    [
+        ("response_format", "json", "response_format"),
+        ("response_format", {}, "response_format.type"),
+        ("response_format", {"type": 1}, "response_format.type"),
+        ("tool_choice", 1, "tool_choice"),
+        ("tools", [{"type": "function", "function": "f"}], "tools[0].function"),
+        ("tools", [{"function": {"name": "f", "strict": "yes"}}], "tools[0].function.strict"),
+    ],
+)
+def test_a_form_of_another_shape_is_refused_by_place(name: str, value: Any, param: str) -> None:
+    error = refusal("chat", CHAT | {name: value})
+
+    assert error.param == param
+    assert f"`{param}` must be" in error.message
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("tools", [TOOL]),
+        ("tools", [{"type": "function", "function": {"name": "f", "strict": False}}]),
+        ("tool_choice", "none"),
+        ("tool_choice", None),
+        ("function_call", "auto"),
+        ("response_format", None),
+        ("structured_outputs", {}),
         ("echo", False),
         ("logit_bias", {}),
         ("presence_penalty", 0),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,36 @@ async def test_prompts_get_the_ids_that_vllm_gave_them(smollm2_dir: Path) -> Non
             assert await prompts.chat(body) == ids
         else:
             assert await prompts.completion(body["prompt"]) == ids
+
+
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}<tool>{{ tool.function.name }} {{ tool | tojson }}{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}[{{ call.function.name }}]{% endfor %}{% endfor %}"
+)
+
+
+async def test_tools_are_rendered_by_a_template_that_knows_them(smollm2_dir: Path) -> None:
+    files = read_tokenizer(smollm2_dir)
+    config = files.config | {"chat_template": TOOL_TEMPLATE}
+    facts = ModelFacts("smollm2", "", 8192, 49_152, 16)
+    prompts = PromptPipeline(replace(files, config=config), facts)
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "no", "tool_call_id": "1"},
+    ]
+
+    ids = await prompts.chat({"messages": messages, "tools": [tool]})
+    without = await prompts.chat({"messages": messages})
+
+    text = Tokenizer.from_str(files.tokenizer_json).decode(ids, skip_special_tokens=False)
+    assert text.startswith("<tool>weather {")
+    assert '"parameters": {"type": "object"}' in text
+    assert "assistant: [weather]" in text
+    assert len(without) < len(ids)
 
 
 def test_a_beginning_of_sequence_token_is_added_when_the_file_asks_for_it(
