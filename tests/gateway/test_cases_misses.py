@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from structlog.testing import capture_logs
 
-from gateway.doctor import diagnose, table
+from gateway.doctor import diagnose
+from gateway.doctor_table import table
 from gateway.fleet.parity import ParityCheck
 from gateway.fleet.probes import PROBES
 from gateway.routing.pool import Pool, Worker
