@@ -278,7 +278,7 @@ def _namespace(model: Model, config: EngineConfig) -> KvKey:
     return namespace_key(
         {
             "layout": _LAYOUT_VERSION,
-            # Over all sizes, rope and window, and over samples of every weight.
+            # Over all sizes, rope and window, and over every weight.
             "model": model.fingerprint,
             "dtype": str(model.dtype),
             "device": "cpu",

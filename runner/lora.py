@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
-from torch.nn import functional
+
+from runner.ops_cpu import PackedLinear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -35,19 +36,19 @@ _NORMS: Mapping[Site, str] = {"qkv": "input_layernorm", "gate_up": "post_attenti
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Two thin matrices for one site.
+    """Two thin linears for one site.
 
     Attributes:
-        inner: Shape: [rank, in]; the ranks of joined linears add up.
-        outer: With the adapter's scale. Shape: [out, rank].
+        inner: To as many values as the ranks of the joined linears add up to.
+        outer: From there; with the adapter's scale.
     """
 
-    inner: torch.Tensor
-    outer: torch.Tensor
+    inner: PackedLinear
+    outer: PackedLinear
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Return what is added. Shapes: [rows, in] -> [rows, out]."""
-        return functional.linear(functional.linear(rows, self.inner), self.outer)
+        return self.outer(self.inner(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +70,25 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The rows of a step, or those of them that sample, that run with one adapter."""
+    """The rows of a step, or those of them that sample, that run with one adapter.
+
+    Attributes:
+        adapter: Which.
+        rows: Ascending.
+    """
 
     adapter: Adapter
     rows: torch.Tensor
 
     def add_to(self, out: torch.Tensor, layer: int, site: Site, rows: torch.Tensor) -> None:
         """Add the adapter's part to ``out``, the site's result for the inputs ``rows``."""
-        if (low_rank := self.adapter.layers[layer].get(site)) is not None:
-            out.index_add_(0, self.rows, low_rank(rows[self.rows]))
+        low_rank = self.adapter.layers[layer].get(site)
+        if low_rank is None:
+            return
+        if len(self.rows) == len(rows):
+            out.add_(low_rank(rows))
+        else:
+            out.index_add_(0, self.rows, low_rank(rows.index_select(0, self.rows)))
 
 
 def build_adapter(
@@ -113,7 +124,9 @@ def _layer(
         norm = _NORMS.get(site)
         scale = 1.0 if norm is None else read(f"model.layers.{at}.{norm}.weight")
         inner, outer = _joined(files, config, at, linears)
-        sites[site] = LowRank((inner * scale).to(dtype), (outer * files.scale).to(dtype))
+        sites[site] = LowRank(
+            PackedLinear((inner * scale).to(dtype)), PackedLinear((outer * files.scale).to(dtype))
+        )
     return sites
 
 

@@ -140,7 +140,7 @@ class Model:
     Attributes:
         config: Its sizes.
         dtype: Type of weights, activations and KV.
-        fingerprint: Hex digest over sizes and sampled weights: equal only for the same model.
+        fingerprint: Hex digest over sizes and all weights: equal only for the same model.
         adapters: LoRA adapters by name.
     """
 

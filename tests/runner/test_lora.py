@@ -99,6 +99,19 @@ def test_the_scale_follows_alpha_rank_and_rslora(tiny_dir: Path, tmp_path: Path)
     assert_merged(model, "rs", merged)
 
 
+@pytest.mark.parametrize("rank", [1, 16, 40])
+def test_any_rank_gives_the_logits_of_merged_weights(
+    tiny_dir: Path, tmp_path: Path, rank: int
+) -> None:
+    adapter = make_adapter(tmp_path / "adapter", tiny_dir, rank=rank)
+    merged = merge(adapter, tiny_dir, tmp_path / "merged")
+
+    model = load_model(tiny_dir, "float32", 1, {"a": adapter})
+
+    assert_merged(model, "a", merged, length=1)
+    assert_merged(model, "a", merged)
+
+
 def test_adapters_and_the_base_model_share_a_step_without_mixing(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
