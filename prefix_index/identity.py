@@ -22,17 +22,18 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def chain_of(
-    event: BlockStored, model: str, parent: BlockHash | None
+    event: BlockStored, model: str, parent: BlockHash | None, block_size: int
 ) -> tuple[list[BlockHash], BlockHash]:
-    """Hash an event's blocks; tokens and hashes must agree in length.
+    """Hash an event's tokens in blocks of ours; tokens and hashes must agree in length.
 
     Args:
         event: Blocks of one chain with their tokens.
         model: What the pool's roots are made of.
         parent: Our hash of the block before the first one; None at the start of a prompt.
+        block_size: Tokens per block of ours; the event's is a whole multiple.
 
     Returns:
-        One hash per block, and the parent of the first: ``parent``, or the prompt's root.
+        One hash per block of ours, and the parent of the first: ``parent``, or the prompt's root.
 
     Raises:
         OverflowError: If a token id does not fit 32 bits.
@@ -42,8 +43,8 @@ def chain_of(
         salt = _take_salt(extras)
         parent = root_hash(model, adapter=_adapter(event), salt=salt)
     if not any(extras):
-        return hash_blocks(event.token_ids, event.block_size, parent), parent
-    return _hash_with_extras(event, extras, parent), parent
+        return hash_blocks(event.token_ids, block_size, parent), parent
+    return _hash_with_extras(event, extras, parent, block_size), parent
 
 
 def _adapter(event: BlockStored) -> str:
@@ -74,12 +75,17 @@ def _take_salt(extras: list[list[object]]) -> str:
 
 
 def _hash_with_extras(
-    event: BlockStored, extras: list[list[object]], parent: BlockHash
+    event: BlockStored, extras: list[list[object]], parent: BlockHash, block_size: int
 ) -> list[BlockHash]:
-    hashes = []
-    for at in range(len(event.block_hashes)):
-        ids = event.token_ids[at * event.block_size : (at + 1) * event.block_size]
-        own = extras[at] if at < len(extras) else None
-        parent = hash_block(ids, parent, _encode(own) if own else b"")
+    """Hash blocks, each of the engine's with its extras.
+
+    Where in an engine's block an extra belongs is not told. It goes into the first part, so that
+    none of the parts is taken for one of a prompt without it.
+    """
+    hashes, ids = [], event.token_ids
+    for start in range(0, len(ids), block_size):
+        at, offset = divmod(start, event.block_size)
+        own = extras[at] if at < len(extras) and not offset else None
+        parent = hash_block(ids[start : start + block_size], parent, _encode(own) if own else b"")
         hashes.append(parent)
     return hashes

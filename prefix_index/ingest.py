@@ -5,6 +5,8 @@ event's tokens itself and remembers engine hash -> our hash. Blocks whose parent
 wait for it. Only full-attention groups count: in a hybrid model the others tell nothing about what
 a prompt may reuse.
 
+An engine's block may be several of the index's (``parts``).
+
 Source: vLLM 0.32 (captured); SGLang 0.5.23 for its media.
 """
 
@@ -20,6 +22,14 @@ from prefix_index.identity import chain_of
 from prefix_index.joining import joined
 from prefix_index.names import NameBudget, Names
 from prefix_index.orphans import Orphans
+from prefix_index.parts import (
+    MAX_PARTS,
+    EngineBlockSize,
+    Held,
+    part_names,
+    parts_above,
+    with_parts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,14 +89,15 @@ class WorkerFeed:
         stored: Block copies that came, all tiers.
         removed: Block copies that left.
         orphans: Events that had to wait for their parent.
-        rejected: Events that could not be used: other block size, lengths that do not agree,
-            tiers of unknown blocks, or orphans given up.
+        rejected: Events that could not be used: a block size that is no whole multiple of the
+            index's, lengths that do not agree, tiers of unknown blocks, or orphans given up.
         implausible: Those of them that contradict themselves or what the worker said before.
         partial: Announcements of a prompt's unfinished last block, which no prompt can reuse.
         unnamed: Blocks not taken because the budget had no room for their names.
         resets: Times the engine said that it dropped its whole cache.
         barren: Batches in a row that announced blocks and yielded none.
-        block_size: Tokens per block as the worker says, 0 before it said so.
+
+    All counts of blocks are in the index's blocks.
     """
 
     def __init__(
@@ -101,7 +112,7 @@ class WorkerFeed:
         self.on_change: Callable[[FeedChange], None] | None = None
         self.stored = self.removed = self.orphans = self.rejected = 0
         self.implausible = self.partial = self.unnamed = self.resets = self.barren = 0
-        self.block_size = 0
+        self._size = EngineBlockSize()
         self._index = index
         self._worker = worker
         self._model = model
@@ -109,11 +120,16 @@ class WorkerFeed:
             budget = budget or NameBudget.for_blocks(index.max_blocks)
             names = Names(budget, lambda block: index.holds(worker, block))
         self._names = names
-        self._departed: OrderedDict[EngineHash, tuple[BlockHash, BlockHash]] = OrderedDict()
+        self._departed: OrderedDict[EngineHash, Held] = OrderedDict()
         self._orphans = Orphans(_MAX_WAITING_BYTES)
         self._other_groups: set[int] = set()
         self._was_cleared = False
         self._changed: dict[BlockHash, EngineHash | None] = {}
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block as the worker says, 0 before it said so."""
+        return self._size.tokens
 
     @property
     def waiting(self) -> int:
@@ -124,6 +140,11 @@ class WorkerFeed:
     def num_names(self) -> int:
         """Engine hashes that are known."""
         return len(self._names)
+
+    @property
+    def _may_have_parts(self) -> bool:
+        """Whether blocks may be parts of larger ones: also of such as another feed had read."""
+        return not self._size.is_certain or self._size.tokens != self._index.block_size
 
     def apply(self, batch: EventBatch) -> None:
         """Apply one batch. Batches must come in sequence, each once."""
@@ -149,11 +170,14 @@ class WorkerFeed:
         """Forget the worker's blocks: new epoch, or events were lost for good."""
         self._forget_blocks()
         self._other_groups.clear()
-        self.block_size = 0
+        self._size = EngineBlockSize()
         self._tell()
 
     def adopt(self, names: list[EngineHash], blocks: list[BlockHash]) -> bool:
-        """Learn the names of blocks that are in the index already; False without room for them."""
+        """Learn the names of blocks that are in the index already; False without room for them.
+
+        They are those of ``FeedChange``: all parts of an engine's block are among them.
+        """
         return self._names.add(names, blocks)
 
     def _forget_blocks(self) -> None:
@@ -202,36 +226,35 @@ class WorkerFeed:
             self.orphans += 1
             self.rejected += self._orphans.add(event)
             return []
-        if len(known) < len(hashes) and not self._names.add(event.block_hashes, hashes):
+        names: list[EngineHash] = event.block_hashes
+        if len(names) != len(hashes):
+            names = part_names(names, hashes, len(hashes) // len(names))
+        if len(known) < len(hashes) and not self._names.add(names, hashes):
             self.unnamed += len(hashes)
             return []
         self._index.store(self._worker, hashes, parent, tier)
         self.stored += len(hashes)
         if self.on_change is not None:
-            self._changed.update(zip(hashes, event.block_hashes, strict=True))
+            self._changed.update(zip(hashes, names, strict=True))
         return self._orphans.take(event.block_hashes)
 
     def _fits(self, event: BlockStored) -> bool:
-        """Say whether the event's blocks are of the index's size, and count those that are not.
+        """Say whether the event's blocks are whole blocks of the index; count those that are not.
 
         Hashes and tokens are never paired by position: a sliding group lists the last hashes for
         all tokens.
         """
         size, number = event.block_size, len(event.block_hashes)
-        is_known = self.block_size == self._index.block_size
         if not number or number * size != len(event.token_ids):
             self.implausible += 1
-        elif size == self._index.block_size:
-            self.block_size = size
-            return True
-        elif is_known and size < self.block_size and number == 1:
+        elif self._size.takes(size, number):
+            if size % self._index.block_size == 0:
+                return True
+        elif number == 1 and size < self._size.tokens:
             self.partial += 1
             return False
-        elif is_known:
-            self.implausible += 1
         else:
-            # The largest so far: an unfinished block is smaller than a full one.
-            self.block_size = max(size, self.block_size)
+            self.implausible += 1
         self.rejected += 1
         return False
 
@@ -247,7 +270,12 @@ class WorkerFeed:
             if block is None:
                 break
             known.append(block)
-        return known if known and self._index.holds(self._worker, known[0]) else []
+        if not known or not self._index.holds(self._worker, known[0]):
+            return []
+        num_parts = event.block_size // self._index.block_size
+        if num_parts > 1:
+            known = with_parts(known, num_parts, self._index, self._worker, self._names)
+        return known
 
     def _identify(
         self, event: BlockStored, known: list[BlockHash]
@@ -259,55 +287,73 @@ class WorkerFeed:
         Raises:
             OverflowError: If a token id does not fit 32 bits.
         """
+        own = self._index.block_size
         if known:
             parent = self._index.parent(self._worker, known[0])
-            rest = _behind(event, len(known))
+            rest = _behind(event, len(known) * own // event.block_size)
             if rest is not None:
-                known = known + chain_of(rest, self._model, known[-1])[0]
+                known = known + chain_of(rest, self._model, known[-1], own)[0]
             return known, parent
         above = None
         if event.parent_block_hash is not None:
             above = self._names.get(event.parent_block_hash)
             if above is None:
                 return [], None
-        return chain_of(event, self._model, above)
+        return chain_of(event, self._model, above, own)
 
     def _attach(self, event: BlockStored, tier: Tier) -> None:
         """Store copies that are announced without their tokens."""
+        may_have_parts = self._may_have_parts
         for engine_hash in event.block_hashes:
             if self._orphans.defer(engine_hash, event):
                 continue
-            block = self._names.get(engine_hash)
-            parent = self._index.parent(self._worker, block) if block else None
-            if block is None or parent is None:
-                departed = self._departed.pop(engine_hash, None)
-                if departed is None or not self._names.add([engine_hash], [departed[0]]):
-                    self.rejected += 1
-                    continue
-                block, parent = departed
-            self._index.store(self._worker, [block], parent, tier)
-            self.stored += 1
-            if self.on_change is not None:
-                self._changed[block] = engine_hash
+            held = self._recall(engine_hash)
+            if held is None:
+                self.rejected += 1
+                continue
+            parts = [held]
+            while may_have_parts and len(parts) < MAX_PARTS:
+                held = self._recall(parts[-1].parent)
+                if held is None or held.block != parts[-1].parent:
+                    break
+                parts.append(held)
+            for part in reversed(parts):
+                self._index.store(self._worker, [part.block], part.parent, tier)
+                self.stored += 1
+                if self.on_change is not None:
+                    self._changed[part.block] = part.name
+
+    def _recall(self, name: EngineHash) -> Held | None:
+        """Return the block of a name, if it is held or left just now."""
+        block = self._names.get(name)
+        parent = self._index.parent(self._worker, block) if block else None
+        if block is not None and parent is not None:
+            return Held(name, block, parent)
+        departed = self._departed.pop(name, None)
+        if departed is None or not self._names.add([name], [departed.block]):
+            return None
+        return departed
 
     def _remove(self, event: BlockRemoved) -> None:
-        index, worker = self._index, self._worker
+        index, worker, may_have_parts = self._index, self._worker, self._may_have_parts
         leaving: list[tuple[EngineHash, BlockHash, BlockHash | None]] = []
         for engine_hash in event.block_hashes:
             block = self._names.get(engine_hash)
             if block is None:
                 self._orphans.defer(engine_hash, event)
-            else:
-                leaving.append((engine_hash, block, index.parent(worker, block)))
+                continue
+            leaving.append((engine_hash, block, index.parent(worker, block)))
+            if may_have_parts:
+                leaving += parts_above(block, index, worker, self._names)
         index.remove(worker, [block for _, block, _ in leaving], _tier(event.medium))
         self.removed += len(leaving)
-        for engine_hash, block, parent in leaving:
+        for name, block, parent in leaving:
             if self.on_change is not None:
-                self._changed[block] = engine_hash
-            if self._names.get(engine_hash) is not None and not index.holds(worker, block):
-                self._names.forget(engine_hash)
+                self._changed[block] = name
+            if self._names.get(name) is not None and not index.holds(worker, block):
+                self._names.forget(name)
                 if parent is not None:
-                    self._departed[engine_hash] = block, parent
+                    self._departed[name] = Held(name, block, parent)
                     if len(self._departed) > _MAX_DEPARTED_BLOCKS:
                         self._departed.popitem(last=False)
 
