@@ -121,7 +121,10 @@ def _assemble(
     engine, facts = _make_engine(config, path, model, publisher)
     host, port = bound.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    detokenizer = Tokenizer.from_str(files.tokenizer_json)
+    try:
+        detokenizer = Tokenizer.from_str(files.tokenizer_json)
+    except Exception as error:  # the library has no narrower one
+        raise StartError(f"{path}: tokenizer.json cannot be read: {error}") from error
     service = Service(
         facts=facts,
         engine=engine,

@@ -11,16 +11,18 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
 from runner.gguf import GgufFile
+from runner.vocabularies import VOCABULARIES, Vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-# GGUF `tokenizer.ggml.token_type` of a control token; these never come from user text's merges.
-CONTROL_TOKEN_TYPE = 3
+# GGUF `tokenizer.ggml.token_type` of tokens that never come from merges: control tokens, and those
+# that a model was given later, such as marks around tool calls.
+CONTROL_TOKEN_TYPE, USER_TOKEN_TYPE = 3, 4
 
 # Roles a special token can have: GGUF key suffix -> name in tokenizer_config.json.
 SPECIAL_ROLES = {
@@ -78,9 +80,17 @@ def from_folder(folder: Path) -> TokenizerFiles:
 
     A template in ``chat_template.jinja`` wins over the one in ``tokenizer_config.json``, as in
     transformers since 4.43.
+
+    Raises:
+        TokenizerError: If the configuration is damaged.
     """
     config_file = folder / "tokenizer_config.json"
-    config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    try:
+        config = json.loads(config_file.read_bytes()) if config_file.is_file() else {}
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{config_file}: expected JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise TokenizerError(f"{config_file}: expected a JSON object")
     template_file = folder / "chat_template.jinja"
     if template_file.is_file():
         config["chat_template"] = template_file.read_text(encoding="utf-8")
@@ -88,60 +98,91 @@ def from_folder(folder: Path) -> TokenizerFiles:
 
 
 def from_gguf(metadata: Mapping[str, Any]) -> TokenizerFiles:
-    """Build the two files from a GGUF file's metadata.
-
-    Only byte-level BPE with the pre-tokenizer ``smollm`` is known: digits one by one, then
-    GPT-2's pattern. (transformers' GGUF conversion drops the digit step and so splits a number
-    after two blanks differently.)
+    """Build the two files from a GGUF file's metadata: byte-level BPE of a known kind.
 
     Raises:
-        TokenizerError: If the vocabulary is of another kind.
-
-    Source: llama.cpp, ``LLAMA_VOCAB_PRE_TYPE_SMOLLM``; equal on the captured vLLM prompts.
+        TokenizerError: If the vocabulary is of another kind or lacks something.
     """
-    kind = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if kind != ("gpt2", "smollm"):
+    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    vocabulary = VOCABULARIES.get(str(pre))
+    if model != "gpt2" or vocabulary is None:
         raise TokenizerError(
-            f"GGUF vocabulary (model, pre) = {kind} is unknown, expected ('gpt2', 'smollm'); "
-            "put the file as model.gguf into a folder with the model's tokenizer.json"
+            f"GGUF vocabulary (model, pre) = {(model, pre)} is unknown, expected 'gpt2' and one "
+            f"of {', '.join(VOCABULARIES)}; put the file as model.gguf into a folder with the "
+            "model's tokenizer.json"
         )
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={token: at for at, token in enumerate(tokens)}, merges=merges)
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
+    tokens = _texts(metadata, "tokenizer.ggml.tokens")
+    tokenizer = Tokenizer(_bpe(metadata, tokens, vocabulary))
+    vocabulary.apply(tokenizer)
     tokenizer.decoder = decoders.ByteLevel()
-    types: list[int] = metadata["tokenizer.ggml.token_type"]
-    controls = [
-        AddedToken(token, special=True, normalized=False)
-        for token, token_type in zip(tokens, types, strict=True)
-        if token_type == CONTROL_TOKEN_TYPE
-    ]
-    tokenizer.add_special_tokens(controls)
-    config = _gguf_config(metadata, tokens)
+    _add_whole_tokens(tokenizer, metadata, tokens)
+    config = _gguf_config(metadata, tokens, vocabulary)
     if config["add_bos_token"]:
-        bos = config["bos_token"]
+        if (bos := config.get("bos_token")) is None:
+            raise TokenizerError("tokenizer.ggml.bos_token_id is missing, but texts begin with it")
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, metadata["tokenizer.ggml.bos_token_id"])]
         )
     return TokenizerFiles(tokenizer.to_str(), config)
 
 
-def _gguf_config(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+def _bpe(metadata: Mapping[str, Any], tokens: list[str], vocabulary: Vocabulary) -> models.BPE:
+    key = "tokenizer.ggml.merges"
+    merges = []
+    for merge in _texts(metadata, key):
+        left, blank, right = merge.partition(" ")
+        if not blank:
+            raise TokenizerError(f"{key} has {merge!r}, expected two parts with a blank between")
+        merges.append((left, right))
+    try:
+        return models.BPE(
+            vocab={token: at for at, token in enumerate(tokens)},
+            merges=merges,
+            ignore_merges=vocabulary.ignores_merges,
+        )
+    except Exception as error:  # the library has no narrower one
+        raise TokenizerError(f"{key} does not fit tokenizer.ggml.tokens: {error}") from error
+
+
+def _add_whole_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
+    """Add the tokens that are found in a text before it is cut."""
+    types = metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise TokenizerError(f"tokenizer.ggml.token_type must be a list of {len(tokens)} numbers")
+    for kind, is_special in ((CONTROL_TOKEN_TYPE, True), (USER_TOKEN_TYPE, False)):
+        whole = [
+            AddedToken(token, special=is_special, normalized=False)
+            for token, token_type in zip(tokens, types, strict=True)
+            if token_type == kind
+        ]
+        if is_special:
+            tokenizer.add_special_tokens(whole)
+        else:
+            tokenizer.add_tokens(whole)
+
+
+def _texts(metadata: Mapping[str, Any], key: str) -> list[str]:
+    texts = metadata.get(key)
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise TokenizerError(f"{key} is missing, expected a list of strings")
+    return texts
+
+
+def _gguf_config(
+    metadata: Mapping[str, Any], tokens: list[str], vocabulary: Vocabulary
+) -> dict[str, Any]:
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
+        "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", vocabulary.adds_bos)),
     }
     for role, name in SPECIAL_ROLES.items():
         token_id = metadata.get(f"tokenizer.ggml.{role}_token_id")
         if token_id is not None:
+            if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+                raise TokenizerError(
+                    f"tokenizer.ggml.{role}_token_id is {token_id!r}, expected a token's number"
+                )
             config[name] = tokens[token_id]
     if (
         context := metadata.get(f"{metadata.get('general.architecture')}.context_length")

@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from transformers import Qwen2Tokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from runner.gguf import GgufFile
 from runner.service import ModelFacts, PromptPipeline
@@ -108,8 +114,104 @@ def test_a_folder_with_only_weights_gives_their_vocabulary(
 
 
 def test_an_unknown_vocabulary_is_named_with_the_way_out(metadata: dict[str, Any]) -> None:
-    with pytest.raises(TokenizerError, match=r"'llama-bpe'.*tokenizer\.json"):
-        from_gguf(metadata | {"tokenizer.ggml.pre": "llama-bpe"})
+    with pytest.raises(TokenizerError, match=r"'tekken'.*llama-bpe.*tokenizer\.json"):
+        from_gguf(metadata | {"tokenizer.ggml.pre": "tekken"})
+
+
+# What the kinds cut differently, over what the generators find by themselves.
+PIECES = ["  ", "12345", "I'LL", "don't", "\r\n", " é", "e\u0301", "a1b"]
+TEXTS = (
+    st.text()
+    | st.text(alphabet=" \t\r\n'sStTlLdD019½²e\u0301\uff45日.,-!_")
+    | st.lists(st.sampled_from(PIECES)).map("".join)
+)
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe"])
+def test_the_kinds_of_other_models_cut_text_as_transformers_does(
+    metadata: dict[str, Any], pre: str
+) -> None:
+    """With this vocabulary: how text is cut does not depend on it."""
+    ours = Tokenizer.from_str(from_gguf(metadata | {"tokenizer.ggml.pre": pre}).tokenizer_json)
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    tokens = {token: at for at, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    if pre == "qwen2":
+        reference = Qwen2Tokenizer(vocab=tokens, merges=merges).backend_tokenizer
+    else:
+        reference = Tokenizer(BPE(vocab=tokens, merges=merges, ignore_merges=True))
+        reference.pre_tokenizer = Sequence(
+            [
+                Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), "isolated"),
+                ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+
+    @settings(max_examples=300, deadline=None)
+    @given(text=TEXTS)
+    def check(text: str) -> None:
+        expected = reference.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special_tokens=False).ids == expected
+
+    check()
+
+
+def test_llama_texts_begin_with_a_token_unless_the_file_says_otherwise(
+    metadata: dict[str, Any],
+) -> None:
+    llama = metadata | {"tokenizer.ggml.pre": "llama-bpe"}
+    del llama["tokenizer.ggml.add_bos_token"]
+
+    assert Tokenizer.from_str(from_gguf(llama).tokenizer_json).encode("hi").ids[0] == 1
+    plain = llama | {"tokenizer.ggml.add_bos_token": False}
+    assert Tokenizer.from_str(from_gguf(plain).tokenizer_json).encode("hi").ids[0] != 1
+
+
+def test_tokens_a_model_was_given_later_are_found_whole_and_shown(
+    metadata: dict[str, Any],
+) -> None:
+    at = metadata["tokenizer.ggml.tokens"].index("<reponame>")
+    types = [*metadata["tokenizer.ggml.token_type"]]
+    types[at] = 4
+
+    files = from_gguf(metadata | {"tokenizer.ggml.token_type": types})
+
+    tokenizer = Tokenizer.from_str(files.tokenizer_json)
+    ids = tokenizer.encode("a<reponame>b").ids
+    assert at in ids
+    assert tokenizer.decode(ids) == "a<reponame>b"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokens", None),
+        ("tokens", [1, 2]),
+        ("tokens", "abc"),
+        ("merges", None),
+        ("merges", ["ab"]),
+        ("merges", ["xyzzy qqqq"]),
+        ("token_type", None),
+        ("token_type", [1]),
+        ("token_type", 7),
+        ("eos_token_id", 2**31),
+        ("eos_token_id", "2"),
+        ("bos_token_id", -1),
+    ],
+)
+def test_a_damaged_vocabulary_is_refused_naming_the_key(
+    metadata: dict[str, Any], key: str, value: Any
+) -> None:
+    with pytest.raises(TokenizerError, match=rf"tokenizer\.ggml\.{key}"):
+        from_gguf(metadata | {f"tokenizer.ggml.{key}": value})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])
+def test_a_damaged_tokenizer_config_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_bytes(text.encode("latin-1"))
+
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: expected"):
+        read_tokenizer(tmp_path)
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
