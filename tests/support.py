@@ -16,6 +16,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def neighbour_ports() -> tuple[int, int]:
+    """Return two TCP ports, one after the other, that nobody listens on right now."""
+    while True:
+        first = free_port()
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", first + 1))
+            except (OSError, OverflowError):
+                continue
+            return first, first + 1
+
+
 async def poll_until(
     condition: Callable[[], bool | Awaitable[bool]], *, deadline_s: float = 10.0, what: str = ""
 ) -> None:

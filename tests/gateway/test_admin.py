@@ -25,6 +25,7 @@ from gateway.telemetry.requests import Telemetry
 from tests.fakes.engine import RawEngine, Script, Seen, answer
 from tests.gateway.doctor_parts import CachingEngine, Running, running_gateway
 from tests.gateway.miss_parts import HANDBOOK, message
+from tests.support import poll_until
 
 WORKER_FIELDS = {
     *("id", "url", "pool", "mode", "state", "ready", "in_flight", "queued_tokens", "blocks"),
@@ -78,7 +79,10 @@ async def test_worth_index_and_workers_are_told_and_shown(smollm2_dir: Path) -> 
             offload={"max_offload_tokens": 8192},
         ) as gateway,
     ):
-        await serve_some(gateway, fake, 10)
+        await serve_some(gateway, fake, 1)
+        # Its tokens come behind it, and only what was read can be reused.
+        await poll_until(lambda: bool(gateway.worth.account.report()["pools"]))
+        await serve_some(gateway, fake, 9)
         worth = await gateway.get("/admin/v1/worth")
         index = await gateway.get("/admin/v1/index")
         workers = await gateway.get("/admin/v1/workers")

@@ -22,7 +22,7 @@ from prefix_index.events import Event
 from tests.gateway.feed_parts import TOKENS, Telling, stored, telling
 from tests.gateway.routing_parts import BLOCK, ids, prompt_reader
 from tests.prefix_index.publisher import Publisher
-from tests.support import free_port, poll_until
+from tests.support import free_port, neighbour_ports, poll_until
 
 
 def payload(*events: Event, rank: int | None = None) -> bytes:
@@ -169,9 +169,7 @@ async def test_ranks_that_a_worker_tells_of_later_take_its_place() -> None:
 
 
 async def test_one_configured_address_stands_for_all_ranks_of_the_worker() -> None:
-    first, second = free_port(), free_port()
-    while second != first + 1:
-        first, second = free_port(), first + 1
+    first, second = neighbour_ports()
     answers = {"/kv_event_sources": {str(r): {"endpoint": "tcp://*:1"} for r in (0, 1)}}
     async with Publisher(second, free_port(), topic=b"") as rank1, telling(Telling(answers)) as url:
         worker = {"id": "w1", "url": url, "kv_events": f"tcp://127.0.0.1:{first}"}
