@@ -64,7 +64,8 @@ EFFECTS = {
     EventHealth.IMPLAUSIBLE: "events contradict themselves",
     EventHealth.MISMATCH: "events come but not of the prompts that are sent there; check "
     "kv_events and kv_topic",
-    EventHealth.BLOCK_SIZE: "its block size is not the pool's",
+    EventHealth.BLOCK_SIZE: "its block size is no whole multiple of the pool's; set "
+    "pools[].block_size to one that divides those of all its workers",
     EventHealth.OVERCLAIM: "its answers report far fewer cached tokens than its events claim",
     EventHealth.WITHOUT_SALT: "its events omit the salt of requests that have one",
     EventHealth.WRONG_RANK: "events of another data-parallel rank come here; check the order of "
@@ -111,6 +112,7 @@ def cures(doubt: EventHealth, batch: EventBatch, block_size: int) -> bool:
 def _begins_prompt(event: BlockStored, block_size: int) -> bool:
     return (
         event.parent_block_hash is None
-        and event.block_size == block_size
-        and len(event.block_hashes) * block_size == len(event.token_ids)
+        and event.block_size > 0
+        and event.block_size % block_size == 0
+        and len(event.block_hashes) * event.block_size == len(event.token_ids)
     )

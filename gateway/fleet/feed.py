@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from math import gcd
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -108,6 +109,8 @@ class Feed:
         self._awaited: deque[tuple[float, BlockHash, bool]] = deque(maxlen=_MAX_AWAITED)
         self._num_unseen = self._num_overclaims = 0
         self._implausible_before = self._processes_before = self._restarts_before = 0
+        # The block size that was last told to the operator.
+        self._told_block_size = 0
         self.ingest = WorkerFeed(index, worker.id, pool.models[0], budget=budget, names=names)
         self.subscriber = EventSubscriber(
             events,
@@ -130,7 +133,7 @@ class Feed:
         error_s, size = self.subscriber.last_error_s, self.ingest.block_size
         if error_s is not None and self._clock() - error_s < SHOW_ERROR_S:
             return EventHealth.UNDECODABLE
-        if size and size != self._index.block_size:
+        if size % self._index.block_size:
             return EventHealth.BLOCK_SIZE
         if self.subscriber.last_event_s is None:
             return EventHealth.WAITING
@@ -140,6 +143,11 @@ class Feed:
     def lag_s(self) -> float:
         """How long events have been due that did not come; 0 when none are."""
         return 0.0 if self._owed_since_s is None else self._clock() - self._owed_since_s
+
+    @property
+    def announced_tokens(self) -> int:
+        """Tokens of a prompt from which on its first block is announced: one block of each side."""
+        return max(self._worker.block_size or 0, self._index.block_size)
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -172,12 +180,14 @@ class Feed:
 
     def saw_new_prompt(self) -> None:
         """The worker prefilled at least one block that it did not hold: events must follow."""
-        if self._owed_since_s is None:
+        if self._owed_since_s is None and not self._has_larger_blocks:
             self._owed_since_s = self._clock()
 
     def saw_prompt(self, first_block: BlockHash, *, is_salted: bool) -> None:
         """The worker computed this beginning of a prompt: it must be among what it announces."""
-        if self._worker.mode == "exact" and not self._index.holds(self._worker.id, first_block):
+        if self._worker.mode != "exact" or self._has_larger_blocks:
+            return
+        if not self._index.holds(self._worker.id, first_block):
             self._awaited.append((self._clock(), first_block, is_salted))
 
     def saw_hit(self, *, predicted_tokens: int, observed_tokens: int) -> None:
@@ -209,17 +219,35 @@ class Feed:
         self.tell_block_size()
 
     def tell_block_size(self) -> None:
-        """Let what events say about the block size win over what metrics say."""
-        size = self.ingest.block_size
-        if size and size != self._worker.block_size:
-            if size != self._index.block_size:
-                log.warning(
-                    "kv_events_block_size",
-                    worker=self._worker.id,
-                    block_size=size,
-                    expected=self._index.block_size,
-                )
+        """Let what events say about the block size win over what metrics say.
+
+        A size that is not the pool's, or not what metrics say, is told to the operator.
+        """
+        reported, expected = self._worker.block_size, self._index.block_size
+        size = self.ingest.block_size or reported or expected
+        if self.ingest.block_size:
             self._worker.block_size = size
+        is_as_told = size == expected and reported in (None, size)
+        if is_as_told or size == self._told_block_size:
+            return
+        self._told_block_size = size
+        effect = "its hits count in whole blocks of its own"
+        if size % expected:
+            divisor = gcd(size, expected)
+            effect = f"it is routed by text; set pools[].block_size to {divisor} to read it"
+        log.warning(
+            "kv_events_block_size",
+            worker=self._worker.id,
+            block_size=size,
+            expected=expected,
+            reported=reported,
+            effect=effect,
+        )
+
+    @property
+    def _has_larger_blocks(self) -> bool:
+        """Whether a prompt of a block of ours may be too short to be announced."""
+        return self.announced_tokens > self._index.block_size
 
     def _apply(self, _sequence: int, batch: EventBatch) -> None:
         self._owed_since_s = None

@@ -1,10 +1,14 @@
 """How a pool comes to read prompts: from configured files, or from what a bundled runner hands out.
 
 A pool reads prompts once its tokenizer and its block size are known; until then it routes by text.
+Its block size is the configured one, or the smallest that its workers report as they start: those
+of larger ones are read in parts. One that comes later with smaller blocks is routed by text.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +32,9 @@ log = structlog.get_logger("warmlane")
 
 # A tokenizer is a few megabytes of JSON that a loaded engine hands out between two steps.
 HAND_OUT_DEADLINE_S = 30.0
+# How long the first worker's block size waits for the others': they are all asked when the gateway
+# starts, and answer within milliseconds or hang.
+OTHERS_DEADLINE_S = 1.0
 
 
 class PoolPrompts:
@@ -51,6 +58,8 @@ class PoolPrompts:
         if self._block_size is None and config.engine == "openai":
             # Nobody will tell; any size finds shared prefixes in what we routed ourselves.
             self._block_size = DEFAULT_BLOCK_SIZE
+        # Set when every worker has told its block size.
+        self._all_told = asyncio.Event()
         self._template = _read_template(config)
         if config.tokenizer is not None:
             self._tokenizer = _read_tokenizer(config)
@@ -69,13 +78,23 @@ class PoolPrompts:
             upstream: The worker's connections.
             block_size: Its block size, if it reports one.
         """
-        if self._block_size is None:
-            self._block_size = block_size
+        if self._block_size is None and block_size is not None:
+            self._block_size = await self._smallest(block_size)
         if self._tokenizer is None and self._config.engine == "runner":
             handed_out = await _hand_out(upstream)
             if handed_out is not None:
                 self._tokenizer = handed_out
         self._complete()
+
+    async def _smallest(self, block_size: int) -> int:
+        """Return the smallest of the workers' block sizes, those told within a moment included."""
+        workers = self._pool.workers.values()
+        if all(w.block_size or not w.health.ready for w in workers):
+            self._all_told.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OTHERS_DEADLINE_S):
+                await self._all_told.wait()
+        return min([block_size, *(w.block_size for w in workers if w.block_size)])
 
     def _complete(self) -> None:
         if self._pool.reader is not None or self._tokenizer is None or self._block_size is None:

@@ -10,6 +10,7 @@ from gateway.routing.cost import EVICTION_FILL, MEMORY_FILL, OUTPUT_ALLOWANCE_TO
 from gateway.routing.learner import slowest
 from gateway.routing.sources import can_pull, find_sources
 from prefix_index.blocks import usable_blocks
+from prefix_index.index import Hit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from gateway.routing.others import OthersLoad
     from gateway.routing.plan import Plan
     from gateway.routing.pool import Pool, Worker
-    from prefix_index.index import Hit, Index
+    from prefix_index.index import Index
 
 # Older news of the other gateways' load than this sends them all to the same idle worker. Fresher
 # than this, sampling costs 7 to 10 % of TTFT.
@@ -56,8 +57,8 @@ def route_input(
     credit = _credit(plan)
     if credit:
         for c in candidates:
-            if c.mode != "text":
-                c.pending_tokens = credit.get(c.worker, 0)
+            if c.mode != "text" and c.worker in credit:
+                c.pending_tokens = _whole(credit[c.worker], pool, c.worker)
     others = pool.others
     if others is not None:
         _add_others(candidates, others)
@@ -79,9 +80,12 @@ def _candidates(
     now_s: float,
     num_blocks: int,
     exclude: Collection[str],
-    hits: Mapping[str, Hit],
+    hits: dict[str, Hit],
 ) -> list[Candidate]:
-    """Copy each worker's row and fill in what depends on the request or on the time."""
+    """Copy each worker's row and fill in what depends on the request or on the time.
+
+    Cuts the ``hits`` of workers with larger blocks than the pool's.
+    """
     pool, hashes = plan.pool, plan.hashes or ()
     index = pool.index
     block_size, adapter = pool.block_size, plan.adapter
@@ -104,6 +108,8 @@ def _candidates(
         c.mode = mode
         hit = hits.get(worker_id)
         if hit is not None and mode != "text":
+            if worker.block_size is not None and worker.block_size != block_size:
+                hits[worker_id] = hit = _in_whole_blocks(hit, worker.block_size)
             c.hit_gpu, c.hit_cpu, c.hit_disk, c.hit_remote = hit
         if learned is None:
             is_modelled = False
@@ -135,6 +141,24 @@ def _candidates(
         _lend_models(candidates)
     _relent(candidates)
     return candidates
+
+
+def _in_whole_blocks(hit: Hit, block_size: int) -> Hit:
+    """Cut a hit to whole blocks of the worker's; what is slowest to restore is given up first."""
+    tokens = hit.total // block_size * block_size
+    kept = []
+    for held in hit:
+        kept.append(min(held, tokens))
+        tokens -= kept[-1]
+    return Hit(*kept)
+
+
+def _whole(tokens: int, pool: Pool, worker_id: str) -> int:
+    """Cut tokens that a worker is computing to whole blocks, if its blocks are not the pool's."""
+    block_size = pool.workers[worker_id].block_size
+    if block_size is None or block_size == pool.block_size:
+        return tokens
+    return tokens // block_size * block_size
 
 
 def _is_held(candidates: list[Candidate], hits: Mapping[str, Hit], prompt_tokens: int) -> bool:

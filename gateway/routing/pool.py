@@ -55,7 +55,8 @@ class Worker:
         upstream: Connections to it; None only in tests that send nothing.
         capacity_tokens: KV tokens on its device; 0 = unknown.
         cpu_capacity_tokens: KV tokens of its CPU tier; 0 = none or unknown.
-        block_size: Its block size as reported; None = as the pool's.
+        block_size: Its block size as reported; None = as the pool's. Of a whole multiple of the
+            pool's only whole blocks of its own count as hits.
         max_batched_tokens: Token budget of one of its steps.
         epoch: Start time of its process as reported; a new one means an empty cache.
         draining: No new requests.
@@ -294,7 +295,7 @@ class Pool:
         """Whether our block hashes mean anything for this worker."""
         if worker.mode == "text" or worker.is_diverged or worker.is_apart:
             return False
-        return worker.block_size is None or worker.block_size == self.block_size
+        return worker.block_size is None or worker.block_size % self.block_size == 0
 
     def may_hold_unread_text(self, now_s: float) -> bool:
         """Whether workers may hold text that this process never read, or has forgotten.

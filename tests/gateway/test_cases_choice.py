@@ -140,19 +140,73 @@ async def test_r24_slow_health_checks_alone_never_leave_a_pool_without_workers(
 # R29: tokens are compared, whatever the blocks.
 
 
-async def test_r29_workers_with_other_block_sizes_are_compared_by_tokens_and_no_error() -> None:
-    pool, clock = make_pool(3), Clock()
-    pool.workers["w1"].block_size, pool.workers["w2"].block_size = 64, 528
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 65, 100, 527, 528, 529, 1000, 1057])
+@pytest.mark.parametrize("mode", ["exact", "approximate"])
+async def test_r29_workers_with_other_block_sizes_are_compared_by_tokens_and_no_error(
+    length: int, mode: str
+) -> None:
+    pool, clock = make_pool(4, mode=mode), Clock()
+    sizes = {"w0": BLOCK, "w1": 64, "w2": 528, "w3": 24}
+    for worker_id, size in sizes.items():
+        pool.workers[worker_id].block_size = size
     routes = dispatcher(pool, clock)
-    for length in (1, 15, 16, 100, 527, 528, 1000):
-        plan = await routes.plan(pool, ids(list(range(length))), in_full=True)
-        for worker_id in pool.workers:
-            hold(pool, worker_id, plan.prompt)
-        seen = {c.worker: c for c in routes.choose(plan).input.candidates}
+    plan = await routes.plan(pool, ids(list(range(length))), in_full=True)
+    for worker_id in pool.workers:
+        hold(pool, worker_id, plan.prompt)
+    seen = {c.worker: c for c in routes.choose(plan).input.candidates}
 
-        assert seen["w0"].hit_tokens == max(0, length - 1) // BLOCK * BLOCK
-        # Our blocks are not theirs: nothing is claimed about them.
-        assert [(seen[w].hit_tokens, seen[w].mode) for w in ("w1", "w2")] == [(0, "text")] * 2
+    for worker_id in ("w0", "w1", "w2"):
+        size = sizes[worker_id]
+        assert seen[worker_id].hit_tokens == (length - 1) // size * size
+        assert seen[worker_id].mode == mode
+    # Our blocks are no part of theirs: nothing is claimed about them.
+    assert (seen["w3"].hit_tokens, seen["w3"].mode) == (0, "text")
+
+
+@pytest.mark.parametrize("size", [16, 32, 48, 64, 80, 528])
+@pytest.mark.parametrize("num_fast", [0, 1, 2, 3, 7, 20, 40])
+async def test_r29_an_unfinished_block_is_given_up_where_it_is_slowest_to_restore(
+    size: int, num_fast: int
+) -> None:
+    pool, clock = make_pool(1), Clock()
+    pool.workers["w0"].block_size = size
+    routes = dispatcher(pool, clock)
+    plan = await routes.plan(pool, ids(list(range(1000))), in_full=True)
+    assert plan.prompt is not None
+    assert pool.index is not None
+    hashes, root = plan.prompt.block_hashes, plan.prompt.root
+    if num_fast:
+        pool.index.store("w0", hashes[:num_fast], root)
+    pool.index.store("w0", hashes[:50], root, "cpu")
+    (seen,) = routes.choose(plan).input.candidates
+
+    whole = 50 * BLOCK // size * size
+    assert seen.hit_gpu == min(num_fast * BLOCK, whole)
+    assert seen.hit_cpu == whole - seen.hit_gpu
+
+
+@pytest.mark.parametrize("size", [None, 16, 64, 528])
+async def test_r29_what_a_sibling_computes_counts_in_whole_blocks_too(size: int | None) -> None:
+    pool, clock = make_pool(1), Clock()
+    pool.workers["w0"].block_size = size
+    routes = dispatcher(pool, clock)
+    plan = await routes.plan(pool, ids(list(range(1000))), in_full=True)
+    admit(routes, plan)
+    again = await routes.plan(pool, ids(list(range(1000))), in_full=True)
+    (seen,) = routes.choose(again).input.candidates
+
+    assert seen.pending_tokens == 999 // (size or BLOCK) * (size or BLOCK)
+
+
+async def test_r29_a_silent_worker_with_large_blocks_is_modelled_in_whole_ones() -> None:
+    pool, clock = make_pool(1, mode="approximate"), Clock()
+    pool.workers["w0"].block_size = 64
+    routes = dispatcher(pool, clock)
+    for length, hit in ((1000, 0), (1000, 960), (200, 192), (63, 0), (2000, 960)):
+        plan = await routes.plan(pool, ids(list(range(length))), in_full=True)
+        ticket = admit(routes, plan)
+        assert ticket.predicted_hit_tokens == hit
+        ticket.finish(Outcome.OK, Usage(length, 1, hit))
 
 
 @pytest.mark.parametrize(("tokens", "winner"), [((992, 960, 528), "w0"), ((512, 960, 528), "w1")])

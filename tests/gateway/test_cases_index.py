@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from random import Random
 from typing import Any
 
 import msgspec
@@ -14,13 +15,14 @@ import pytest
 from gateway.config import Settings
 from gateway.fleet.event_health import EventHealth
 from gateway.fleet.fleet import Fleet
-from gateway.routing.dispatch import Dispatcher, Outcome
+from gateway.routing.dispatch import Dispatcher, Outcome, Plan
 from gateway.routing.outcome import Usage
 from gateway.routing.pool import Pool
-from prefix_index import BlockStored, Index, hash_blocks, root_hash
+from prefix_index import AllBlocksCleared, BlockStored, Index, hash_blocks, root_hash
 from tests.gateway.feed_parts import Telling, fed, telling
 from tests.gateway.routing_parts import BLOCK, chat, ids, prompt_reader
 from tests.prefix_index.publisher import Publisher
+from tests.prefix_index.sized_engine import SizedEngine
 from tests.support import free_port, poll_until
 
 RULE = "Handbook rule 7: refunds are accepted within thirty days of delivery. "
@@ -78,6 +80,16 @@ class Shop:
     def hits(self, chain: Sequence[bytes] = OURS) -> dict[str, int]:
         """Return the leading blocks of a chain that each worker is credited with."""
         return {worker: hit.total // BLOCK for worker, hit in self.index.match(chain).items()}
+
+    def predicted(self, plan: Plan) -> dict[str, int]:
+        """Return the hit tokens that a choice credits each worker with."""
+        return {c.worker: c.hit_tokens for c in self.routes.choose(plan).input.candidates}
+
+    async def predicts(self, plan: Plan, expected: dict[str, int]) -> None:
+        """Wait until a choice credits each worker with exactly these hit tokens."""
+        with contextlib.suppress(AssertionError):
+            await poll_until(lambda: self.predicted(plan) == expected, deadline_s=5)
+        assert self.predicted(plan) == expected
 
     async def has_read(self, worker: int) -> None:
         """Wait until everything that a worker published was taken."""
@@ -249,27 +261,69 @@ async def test_r27_several_ranks_behind_one_url() -> None:
 
 
 async def test_r29_a_block_size_is_learned_from_events_and_a_conflict_reported() -> None:
-    async with shop(3) as s:
-        sizes = [BLOCK, 4 * BLOCK, 528]
+    async with shop(4) as s:
+        sizes = [BLOCK, 4 * BLOCK, 528, 24]
         for worker, size in enumerate(sizes):
-            ids_of_block = list(range(size))
-            await s.publish(worker, stored(1, token_ids=ids_of_block, block_size=size))
-        workers = [s.pool.workers[f"w{at}"] for at in (1, 2, 3)]
+            await s.publish(worker, stored(1, token_ids=list(range(size)), block_size=size))
+        workers = [s.pool.workers[f"w{at}"] for at in (1, 2, 3, 4)]
         await poll_until(lambda: [worker.block_size for worker in workers] == sizes)
         states = [s.fleet.index_state(worker) for worker in workers]
 
         assert [state["block_size"] for state in states] == sizes
-        assert [state["health"] for state in states] == [
-            "ok",
-            "kv_events_block_size",
-            "kv_events_block_size",
+        assert [state["health"] for state in states] == ["ok"] * 3 + ["kv_events_block_size"]
+        assert "pools[].block_size" in states[3]["why"]
+        for length in (1, 16, 100, 528, 529, 1000):
+            plan = await s.routes.plan(s.pool, ids(list(range(length))), in_full=True)
+            # Tokens are compared, and a prompt shorter than one block of a worker is no error.
+            hits = s.predicted(plan)
+            usable = [min((length - 1) // size, 1) * size for size in sizes[:3]]
+            assert hits == {**dict(zip(("w1", "w2", "w3"), usable, strict=True)), "w4": 0}
+
+
+# Runs of tokens that prompts are put together from, so that they part anywhere in large blocks.
+RUNS = [list(range(1000 * at, 1000 * at + length)) for at, length in enumerate((37, 64, 200, 530))]
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_r29_hits_equal_what_engines_of_three_block_sizes_hold(seed: int) -> None:
+    """Through socket, feed, index and choice: stores, removals, offloads, resets, restarts."""
+    rng = Random(seed)
+    prompts = [
+        [token for run in rng.choices(RUNS, k=rng.randrange(1, 6)) for token in run]
+        for _ in range(6)
+    ]
+    async with shop(3) as s:
+        sent: list[list[Any]] = [[], [], []]
+        engines = [
+            SizedEngine(size, lambda *events, to=to: to.extend(events))
+            for size, to in zip((16, 64, 528), sent, strict=True)
         ]
-        plan = await s.routes.plan(s.pool, ids(list(range(100))), in_full=True)
-        decision = s.routes.choose(plan)
-        # Tokens are compared, and a prompt shorter than one block of a worker is no error.
-        hits = {c.worker: c.hit_tokens for c in decision.input.candidates}
-        assert hits["w3"] == 0
-        assert hits["w1"] == BLOCK
+        for _ in range(25):
+            at = rng.randrange(3)
+            engine, publisher = engines[at], s.publishers[at]
+            match rng.randrange(12):
+                case 0:
+                    engine.reset()
+                case 1:
+                    engine.forget()
+                    publisher.sequence = 0
+                    publisher.buffer.clear()
+                    sent[at].append(AllBlocksCleared())
+                case 2 | 3 | 4:
+                    engine.remove(rng.randrange(100), rng.choice(("gpu", "cpu")))
+                case 5:
+                    engine.offload(rng.choice(prompts))
+                case _:
+                    engine.store(rng.choice(prompts))
+            if sent[at]:
+                await s.publish(at, *sent[at])
+                sent[at].clear()
+
+        for tokens in prompts:
+            plan = await s.routes.plan(s.pool, ids(tokens), in_full=True)
+            expected = {f"w{at}": e.hit_tokens(tokens[:-1]) for at, e in enumerate(engines, 1)}
+            await s.predicts(plan, expected)
+        assert [s.fleet.feeds[f"w{at}"].ingest.rejected for at in (1, 2, 3)] == [0, 0, 0]
 
 
 async def test_r29_an_engine_that_says_a_size_and_sends_another_is_not_paired() -> None:

@@ -164,23 +164,6 @@ async def test_an_unfinished_block_is_no_lie() -> None:
         assert (worker.feed.ingest.partial, worker.feed.ingest.rejected) == (20, 0)
 
 
-async def test_a_block_size_that_is_not_the_pools_is_learned_and_reported() -> None:
-    async with fed() as worker:
-        big = stored(0, 4, block_hashes=[1, 2], block_size=2 * BLOCK)
-        worker.take(big)
-        worker.feed.subscriber.last_event_s = worker.clock.now_s
-
-        assert worker.worker.block_size == 2 * BLOCK
-        assert worker.health() is EventHealth.BLOCK_SIZE
-        assert not worker.pool.is_readable(worker.worker)
-        assert worker.hit == 0
-
-        # Metrics may say something else: what is announced counts.
-        worker.worker.block_size = BLOCK
-        worker.passes(0)
-        assert worker.worker.block_size == 2 * BLOCK
-
-
 async def send_prompts(worker: Fed, number: int, *, is_salted: bool) -> None:
     for at in range(number):
         root = b"prompt %d %d" % (at, is_salted)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import count
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefix_index import (
-    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventBatch,
@@ -26,102 +24,35 @@ from prefix_index.events import EngineHash, Event
 from prefix_index.index import Tier
 from prefix_index.ingest import FeedChange
 from prefix_index.names import NameBudget, Names
+from tests.prefix_index.sized_engine import SizedEngine
 
 B = 4
 ROOT = root_hash("m")
-Block = tuple[int, ...]
-MEDIUM: dict[Tier, str] = {"gpu": "GPU", "cpu": "CPU"}
 
 
-class Coarse:
-    """An engine with blocks of ``num_parts`` times the index's, and what it really holds.
-
-    Attributes:
-        held: Tier -> the prompts up to the end of each held block, with their copies.
-    """
+class Coarse(SizedEngine):
+    """An engine with blocks of ``num_parts`` times the index's, read by a feed."""
 
     def __init__(self, index: Index, worker: str, num_parts: int) -> None:
-        self.size = num_parts * B
+        super().__init__(num_parts * B, self.apply)
         self.worker = worker
         self.index = index
         self.feed = WorkerFeed(index, worker, "m")
-        self.held: dict[Tier, Counter[Block]] = {"gpu": Counter(), "cpu": Counter()}
-        self._names: dict[Block, int] = {}
-        self._numbers = count(1)
-
-    def name(self, upto: Block) -> int:
-        return self._names.setdefault(upto, next(self._numbers))
-
-    def ends(self, tokens: list[int]) -> list[Block]:
-        """Return the prompt up to the end of each of its full blocks."""
-        whole = len(tokens) // self.size
-        return [tuple(tokens[: (at + 1) * self.size]) for at in range(whole)]
-
-    def stored(self, tokens: list[int], first: int = 0, medium: str = "GPU") -> BlockStored:
-        """Return the event of a prompt's full blocks from one on."""
-        ends = self.ends(tokens)
-        return BlockStored(
-            [self.name(end) for end in ends[first:]],
-            self.name(ends[first - 1]) if first else None,
-            tokens[first * self.size : len(ends) * self.size],
-            self.size,
-            medium=medium,
-        )
 
     def apply(self, *events: Event) -> None:
         self.feed.apply(EventBatch(1.0, list(events)))
 
-    def store(self, tokens: list[int], tier: Tier = "gpu") -> None:
-        ends = self.ends(tokens)
-        if ends:
-            self.apply(self.stored(tokens, medium=MEDIUM[tier]))
-            self.held[tier].update(ends)
-
-    def offload(self, tokens: list[int]) -> None:
-        """Say, without tokens, that the CPU tier has copies of what is held."""
-        ends = [end for end in self.ends(tokens) if self.held["gpu"][end]]
-        if ends:
-            self.apply(BlockStored([*map(self.name, ends)], None, [], 0, medium="CPU"))
-            self.held["cpu"].update(ends)
-
-    def remove(self, number: int, tier: Tier) -> None:
-        held = sorted(self.held[tier].elements())
-        if held:
-            end = held[number % len(held)]
-            self.apply(BlockRemoved([self.name(end)], MEDIUM[tier]))
-            self.held[tier] -= Counter([end])
-
     def restart(self, *, is_told: bool) -> None:
         if is_told:
-            self.apply(AllBlocksCleared())
+            self.reset()
         else:
             self.feed.clear()
-        self._names.clear()
-        for held in self.held.values():
-            held.clear()
-
-    def hit_tokens(self, tokens: list[int]) -> int:
-        """Return the leading tokens that it holds, in whole blocks of its own."""
-        hit = 0
-        for end in self.ends(tokens):
-            if not any(held[end] for held in self.held.values()):
-                break
-            hit = len(end)
-        return hit
+            self.forget()
 
     def believed_tokens(self, tokens: list[int]) -> int:
-        """Return the same as the index has it."""
+        """Return the leading tokens that the index says it holds, in whole blocks of its own."""
         hit = self.index.match(hash_blocks(tokens, B, ROOT)).get(self.worker, Hit())
         return hit.total // self.size * self.size
-
-    def copies(self) -> dict[BlockHash, Counter[Tier]]:
-        """Return the copies of each block of the index that it must have."""
-        found: dict[BlockHash, Counter[Tier]] = {}
-        for tier, held in self.held.items():
-            for end, number in held.items():
-                for block in hash_blocks(end, B, ROOT)[-(self.size // B) :]:
-                    found.setdefault(block, Counter())[tier] += number
-        return {block: copies for block, copies in found.items() if copies.total()}
 
 
 def believed(index: Index, worker: str) -> dict[BlockHash, Counter[Tier]]:
@@ -166,12 +97,12 @@ def test_the_index_equals_in_tokens_what_engines_of_any_block_sizes_hold(
         do(engine, move, argument, told[at])
 
     for engine, names in zip(engines, told, strict=True):
-        assert believed(index, engine.worker) == engine.copies()
+        assert believed(index, engine.worker) == engine.copies(B, ROOT)
         assert {block for block in names if index.holds(engine.worker, block)} == set(
-            engine.copies()
+            engine.copies(B, ROOT)
         )
         # Nothing is named that is not held: names must not pile up under shared beginnings.
-        assert len(held_names(engine)) <= len(engine.copies())
+        assert len(held_names(engine)) <= len(engine.copies(B, ROOT))
     for tokens in data.draw(st.lists(prompts, min_size=1, max_size=3)):
         for engine in engines:
             assert engine.believed_tokens(tokens) == engine.hit_tokens(tokens)

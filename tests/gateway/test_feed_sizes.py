@@ -1,0 +1,148 @@
+"""Block sizes: what a pool takes, what its workers may have, and what the operator is told."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+from tokenizers import Tokenizer, models
+
+from gateway.config import Settings
+from gateway.fleet.event_health import MAX_BARREN_BATCHES, MAX_SILENCE_S, EventHealth
+from gateway.fleet.fleet import Fleet
+from gateway.routing.pool import Pool
+from tests.gateway.feed_parts import Telling, fed, stored, telling
+from tests.gateway.routing_parts import BLOCK, CHATML
+from tests.support import poll_until
+
+
+async def test_events_of_larger_blocks_are_believed() -> None:
+    async with fed() as worker:
+        worker.take(stored(0, 8, block_hashes=[1, 2], block_size=4 * BLOCK))
+        worker.feed.subscriber.last_event_s = worker.clock.now_s
+
+        assert worker.worker.block_size == 4 * BLOCK
+        assert (worker.hit, worker.mode(), worker.health()) == (8, "exact", EventHealth.OK)
+        assert worker.pool.is_readable(worker.worker)
+
+        # Metrics may say something else: what is announced counts.
+        worker.worker.block_size = BLOCK
+        worker.passes(0)
+        assert worker.worker.block_size == 4 * BLOCK
+
+
+@pytest.mark.parametrize("size", [BLOCK // 2, BLOCK * 3 // 2, 24 * BLOCK + 8])
+async def test_events_of_blocks_that_are_no_multiple_are_reported(size: int) -> None:
+    with capture_logs() as logs:
+        async with fed() as worker:
+            worker.take(
+                stored(0, 1, token_ids=[*range(2 * size)], block_hashes=[1, 2], block_size=size)
+            )
+            for _ in range(3):
+                worker.worker.block_size = BLOCK  # as metrics say again and again
+                worker.passes(1)
+
+            assert worker.worker.block_size == size
+            assert worker.health() is EventHealth.BLOCK_SIZE
+            assert not worker.pool.is_readable(worker.worker)
+            assert worker.hit == 0
+    (told,) = [line for line in logs if line["event"] == "kv_events_block_size"]
+    assert (told["block_size"], told["expected"]) == (size, BLOCK)
+    assert "set pools[].block_size to 8" in told["effect"]
+
+
+@pytest.mark.parametrize(("size", "reported"), [(64, None), (64, 16), (16, 64), (528, 16)])
+async def test_a_conflict_with_the_pool_or_the_metrics_is_reported_once(
+    size: int, reported: int | None
+) -> None:
+    with capture_logs() as logs:
+        async with fed(block_size=reported) as worker:
+            ids = [*range(2 * size)]
+            for _ in range(3):
+                worker.take(stored(0, 1, token_ids=ids, block_hashes=[1, 2], block_size=size))
+                worker.worker.block_size = reported
+                worker.passes(1)
+            assert worker.worker.block_size == size
+    (told,) = [line for line in logs if line["event"] == "kv_events_block_size"]
+    assert (told["worker"], told["block_size"], told["reported"]) == ("w0", size, reported)
+
+
+async def test_prompts_too_short_to_be_announced_are_not_missed() -> None:
+    async with fed() as worker:
+        worker.take(stored(0, 8, block_hashes=[1, 2], block_size=4 * BLOCK))
+        for at in range(20):
+            worker.feed.saw_new_prompt()
+            worker.feed.saw_prompt(b"prompt %d" % at + bytes(6), is_salted=False)
+            worker.passes(MAX_SILENCE_S)
+
+        assert (worker.mode(), worker.hit) == ("exact", 8)
+
+
+async def test_a_prompts_beginning_in_large_blocks_brings_useless_events_back() -> None:
+    async with fed() as worker:
+        tail = stored(4, 8, block_hashes=[2], parent_block_hash=1, block_size=4 * BLOCK)
+        for _ in range(MAX_BARREN_BATCHES):
+            worker.take(tail)
+        assert worker.health() is EventHealth.USELESS
+
+        beginning = stored(0, 4, block_hashes=[1], block_size=4 * BLOCK)
+        worker.take(beginning)
+        worker.take(beginning)
+        assert (worker.mode(), worker.hit) == ("exact", 4)
+
+
+def engine(size: int | None) -> Telling:
+    """Return a bundled runner that tells its block size and hands out a tokenizer."""
+    metrics = "" if size is None else f'vllm:cache_config_info{{block_size="{size}"}} 1\n'
+    answers = {
+        "/tokenizer": {
+            "tokenizer_json": Tokenizer(models.BPE({"a": 0}, [])).to_str(),
+            "tokenizer_config": {"eos_token": "<|im_end|>"},
+            "chat_template": CHATML,
+        }
+    }
+    return Telling(answers=answers, metrics=metrics)
+
+
+@asynccontextmanager
+async def started(*sizes: int | None, **pool: Any) -> AsyncIterator[tuple[Fleet, list[Telling]]]:
+    """Start a fleet over workers of these block sizes."""
+    async with AsyncExitStack() as stack:
+        engines = [engine(size) for size in sizes]
+        urls = [await stack.enter_async_context(telling(one)) for one in engines]
+        workers = [{"id": f"w{at}", "url": url} for at, url in enumerate(urls)]
+        config = {"name": "chat", "models": ["m"], "engine": "runner", "workers": workers, **pool}
+        fleet = Fleet(Settings.model_validate({"pools": [config]}))
+        try:
+            await fleet.start()
+            yield fleet, engines
+        finally:
+            await fleet.stop()
+
+
+def pool_of(fleet: Fleet) -> Pool:
+    return fleet.pools[0]
+
+
+@pytest.mark.parametrize("sizes", [(528, 64, 16), (16, 64, 528), (64, 16, 528), (64, 64, 64)])
+async def test_a_pool_takes_the_smallest_block_size_of_its_workers(sizes: tuple[int, ...]) -> None:
+    async with started(*sizes) as (fleet, _):
+        pool = pool_of(fleet)
+        assert pool.block_size == min(sizes)
+        assert all(pool.is_readable(worker) for worker in pool.workers.values())
+
+
+async def test_a_worker_that_does_not_tell_its_block_size_is_not_waited_for_long() -> None:
+    async with started(64, None, 32) as (fleet, _):
+        await poll_until(lambda: pool_of(fleet).reader is not None)
+        assert pool_of(fleet).block_size == 32
+
+
+async def test_a_configured_block_size_stays() -> None:
+    async with started(64, 528, block_size=16) as (fleet, _):
+        await poll_until(lambda: pool_of(fleet).reader is not None)
+        assert pool_of(fleet).block_size == 16
+        assert all(pool_of(fleet).is_readable(w) for w in pool_of(fleet).workers.values())
