@@ -237,7 +237,8 @@ class BlockPool:
             return
         first, last = indexes[0], indexes[-1] + 1
         # As vLLM orders them: the adapter with every block, then the salt with the first one.
-        adapter = [chain.adapter] if chain.adapter else []
+        number, name = chain.adapter or (None, None)
+        adapter = [name] if name is not None else []
         extra_keys: list[list[str] | None] = [adapter or None] * len(indexes)
         if chain.salt and not first:
             extra_keys[0] = [*adapter, chain.salt]
@@ -248,7 +249,8 @@ class BlockPool:
                 token_ids=unpack_tokens(b"".join(chain.tokens[first:last])),
                 block_size=self.block_size,
                 medium=MEDIUM,
-                lora_name=chain.adapter or None,
+                lora_id=number,
+                lora_name=name,
                 extra_keys=extra_keys,
                 group_idx=_GROUP,
                 kv_cache_spec_kind=_SPEC_KIND,

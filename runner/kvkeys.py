@@ -10,7 +10,7 @@ import hashlib
 import json
 import sys
 from array import array
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -85,20 +85,29 @@ def event_hash(key: KvKey) -> int:
     return int.from_bytes(key[-8:], "big")
 
 
+class AdapterTag(NamedTuple):
+    """What KV events say of a LoRA adapter: vLLM's number and name; numbers begin at 1."""
+
+    number: int
+    name: str
+
+
 class BlockChain:
     """Keys and packed tokens of the full blocks of one growing sequence.
 
     Attributes:
         root: Parent of the first block.
         salt: What the root was salted with; announced with the first block.
-        adapter: Name of the LoRA adapter the root is of; announced with every block.
+        adapter: The LoRA adapter the root is of; announced with every block.
         keys: One per full block seen so far.
         tokens: Their packed token ids.
     """
 
     __slots__ = ("_block_size", "adapter", "keys", "root", "salt", "tokens")
 
-    def __init__(self, root: KvKey, block_size: int, salt: str = "", adapter: str = "") -> None:
+    def __init__(
+        self, root: KvKey, block_size: int, salt: str = "", adapter: AdapterTag | None = None
+    ) -> None:
         self.root = root
         self.salt = salt
         self.adapter = adapter

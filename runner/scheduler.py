@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from runner.batch import Chunk
-from runner.kvkeys import BlockChain, adapter_identity, root_key
+from runner.kvkeys import AdapterTag, BlockChain, adapter_identity, root_key
 from runner.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -104,9 +104,10 @@ class Scheduler:
     ) -> None:
         self._pool = pool
         self._namespace = namespace
-        self._identities = {"": ""} | {
-            name: adapter_identity(name, digest) for name, digest in (adapters or {}).items()
-        }
+        # Identity and tag of each name that a request may give.
+        self._adapters: dict[str, tuple[str, AdapterTag | None]] = {"": ("", None)}
+        for number, (name, digest) in enumerate((adapters or {}).items(), start=1):
+            self._adapters[name] = adapter_identity(name, digest), AdapterTag(number, name)
         self._limits = limits
         self._num_arrivals = 0
         self.running: list[Sequence] = []
@@ -132,7 +133,7 @@ class Scheduler:
         pool_tokens = self._pool.num_blocks * self._pool.block_size
         if not prompt:
             return "the prompt has no tokens"
-        if request.adapter not in self._identities:
+        if request.adapter not in self._adapters:
             return f"there is no adapter {request.adapter}"
         if len(prompt) >= limits.max_model_len:
             return (
@@ -150,9 +151,9 @@ class Scheduler:
     def add(self, request: EngineRequest) -> None:
         """Queue a request that ``refusal`` has nothing against."""
         pool, prompt = self._pool, request.prompt_ids
-        identity = self._identities[request.adapter]
+        identity, tag = self._adapters[request.adapter]
         root = root_key(self._namespace, salt=request.salt, adapter=identity)
-        chain = BlockChain(root, pool.block_size, request.salt, request.adapter)
+        chain = BlockChain(root, pool.block_size, request.salt, tag)
         chain.extend(prompt)
         max_tokens = min(
             len(prompt) + request.params.max_tokens,

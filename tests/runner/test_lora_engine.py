@@ -178,10 +178,11 @@ def test_events_name_the_adapter_where_vllm_does(adapted: Model, salt: str) -> N
     events = stored(driver)
     of_adapter = [event for event in events if event.lora_name is not None]
 
-    assert {event.lora_name for event in of_adapter} == {"a"}
+    assert {(event.lora_id, event.lora_name) for event in of_adapter} == {(1, "a")}
     keys = [block for event in of_adapter for block in event.extra_keys or []]
     assert keys == [["a", salt] if salt else ["a"], *[["a"]] * 4]
     of_base = [event for event in events if event.lora_name is None]
+    assert {event.lora_id for event in of_base} == {None}
     assert all(block is None for event in of_base for block in event.extra_keys or [])
 
 
