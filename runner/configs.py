@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.arch import ATTENTION_LINEARS, MLP_LINEARS, ModelConfig
 from runner.facts import Facts, UnsupportedModelError
-from runner.rope import RopeScaling, scaling_from_gguf, scaling_from_hf
+from runner.rope import RopeScaling, scaling_from_gguf, scaling_from_hf, stretched_context
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,6 +65,8 @@ def config_from_hf(raw: Facts, generation: Facts) -> ModelConfig:
     context = raw.integer("max_position_embeddings")
     head_dim = raw.integer("head_dim", None)
     rope = raw.object("rope_parameters" if raw.values.get("rope_parameters") else "rope_scaling")
+    scaling = scaling_from_hf(rope, context)
+    context = stretched_context(scaling, context)
     window_tokens, window_layers = _hf_window(raw, architecture, layers, context)
     theta = rope.number("rope_theta", raw.number("rope_theta", _DEFAULT_ROPE_THETA))
     config = ModelConfig(
@@ -79,7 +81,7 @@ def config_from_hf(raw: Facts, generation: Facts) -> ModelConfig:
         context_tokens=context,
         norm_eps=raw.number("rms_norm_eps", _DEFAULT_NORM_EPS),
         rope_theta=_above_one(raw, "rope_theta", theta),
-        rope_scaling=scaling_from_hf(rope, context),
+        rope_scaling=scaling,
         has_qk_norm=HF_ARCHITECTURES[architecture],
         biases=_hf_biases(raw, architecture),
         is_tied=raw.boolean("tie_word_embeddings", False),
@@ -194,6 +196,8 @@ def config_from_gguf(
     for key in ("attention.value_length", "rope.dimension_count"):
         if raw.integer(key, head_dim) != head_dim:
             raise raw.refuse(key, f"{head_dim}, the width of a key")
+    scaling = scaling_from_gguf(_below(raw, "rope.scaling."), context)
+    context = stretched_context(scaling, context)
     window = raw.integer("attention.sliding_window", 0, low=0)
     theta = raw.number("rope.freq_base", _DEFAULT_ROPE_THETA)
     config = ModelConfig(
@@ -208,7 +212,7 @@ def config_from_gguf(
         context_tokens=context,
         norm_eps=raw.number("attention.layer_norm_rms_epsilon"),
         rope_theta=_above_one(raw, "rope.freq_base", theta),
-        rope_scaling=scaling_from_gguf(_below(raw, "rope.scaling."), context),
+        rope_scaling=scaling,
         has_qk_norm=GGUF_ARCHITECTURES[architecture],
         biases=_gguf_biases(architecture, shapes),
         is_tied="output.weight" not in shapes,

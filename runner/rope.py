@@ -98,6 +98,16 @@ def _yarn_amplitude(factor: float, slope: float = 1.0) -> float:
     return 1.0 if factor <= 1 else _YARN_SLOPE * slope * math.log(factor) + 1.0
 
 
+def stretched_context(scaling: RopeScaling | None, context_tokens: int) -> int:
+    """Return the context with yarn, which is often added to a model whose files say the old one.
+
+    Source: vLLM, which takes the trained context times the factor too.
+    """
+    if scaling is None or scaling.kind != "yarn":
+        return context_tokens
+    return max(context_tokens, int(scaling.original_context * scaling.factor))
+
+
 def scaling_from_hf(rope: Facts, context_tokens: int) -> RopeScaling | None:
     """Read ``rope_parameters`` (transformers 5) or ``rope_scaling`` (4); empty means plain.
 

@@ -169,6 +169,52 @@ def test_sliding_windows_follow_the_rules_of_each_architecture(
     assert config.context_tokens == raw.values["max_position_embeddings"]
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rope_is_read_in_its_older_forms_too(rope: dict[str, Any]) -> None:
+    oldest = {"type": rope["rope_type"]} | {k: v for k, v in rope.items() if k != "rope_type"}
+    forms = [
+        hf_config(rope_parameters=rope | {"rope_theta": 5e5}),
+        hf_config(rope_scaling=rope, rope_theta=5e5),
+        hf_config(rope_scaling=oldest, rope_theta=5e5),
+    ]
+
+    configs = [config_from_hf(form, NOTHING) for form in forms]
+
+    assert configs[0] == configs[1] == configs[2]
+    assert configs[0].rope_theta == 5e5
+
+
+def test_yarn_stretches_a_context_that_the_files_give_unstretched() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    raw = hf_config(
+        architectures=["Qwen3ForCausalLM"],
+        rope_scaling=yarn,
+        use_sliding_window=True,
+        sliding_window=64,
+        max_window_layers=0,
+    )
+
+    config = config_from_hf(raw, NOTHING)
+
+    assert config.context_tokens == 256
+    assert config.window_layers == (0, 1, 2)
+
+
 def test_the_generation_config_decides_the_end_tokens() -> None:
     config = hf_config(eos_token_id=3)
     generation = Facts({"eos_token_id": [4, 5]}, "generation_config.json")
