@@ -27,7 +27,7 @@ from prefix_index.parts import (
     EngineBlockSize,
     Held,
     part_names,
-    parts_above,
+    parts_from,
     with_parts,
 )
 
@@ -120,7 +120,7 @@ class WorkerFeed:
             budget = budget or NameBudget.for_blocks(index.max_blocks)
             names = Names(budget, lambda block: index.holds(worker, block))
         self._names = names
-        self._departed: OrderedDict[EngineHash, Held] = OrderedDict()
+        self._departed: OrderedDict[EngineHash, tuple[BlockHash, BlockHash]] = OrderedDict()
         self._orphans = Orphans(_MAX_WAITING_BYTES)
         self._other_groups: set[int] = set()
         self._was_cleared = False
@@ -330,9 +330,9 @@ class WorkerFeed:
         if block is not None and parent is not None:
             return Held(name, block, parent)
         departed = self._departed.pop(name, None)
-        if departed is None or not self._names.add([name], [departed.block]):
+        if departed is None or not self._names.add([name], [departed[0]]):
             return None
-        return departed
+        return Held(name, *departed)
 
     def _remove(self, event: BlockRemoved) -> None:
         index, worker, may_have_parts = self._index, self._worker, self._may_have_parts
@@ -342,9 +342,11 @@ class WorkerFeed:
             if block is None:
                 self._orphans.defer(engine_hash, event)
                 continue
-            leaving.append((engine_hash, block, index.parent(worker, block)))
-            if may_have_parts:
-                leaving += parts_above(block, index, worker, self._names)
+            parent = index.parent(worker, block)
+            leaving.append((engine_hash, block, parent))
+            # Asked first: making the iterator would cost a fifth of the removal.
+            if may_have_parts and parent is not None and self._names.get(parent) == parent:
+                leaving += parts_from(parent, index, worker, self._names)
         index.remove(worker, [block for _, block, _ in leaving], _tier(event.medium))
         self.removed += len(leaving)
         for name, block, parent in leaving:
@@ -353,7 +355,7 @@ class WorkerFeed:
             if self._names.get(name) is not None and not index.holds(worker, block):
                 self._names.forget(name)
                 if parent is not None:
-                    self._departed[name] = Held(name, block, parent)
+                    self._departed[name] = block, parent
                     if len(self._departed) > _MAX_DEPARTED_BLOCKS:
                         self._departed.popitem(last=False)
 

@@ -72,9 +72,15 @@ def part_names(
     return names
 
 
-def parts_above(last: BlockHash, index: Index, worker: str, names: Names) -> Iterator[Held]:
-    """Iterate upwards over the parts before the last one, as far as they are held."""
-    block = index.parent(worker, last)
+def parts_from(block: BlockHash | None, index: Index, worker: str, names: Names) -> Iterator[Held]:
+    """Iterate upwards over the parts of a block, as far as they are held.
+
+    Args:
+        block: The one before the last part.
+        index: Knows the parents.
+        worker: The holder.
+        names: Of its blocks.
+    """
     for _ in range(MAX_PARTS):
         if block is None or names.get(block) != block:
             return
@@ -91,7 +97,8 @@ def with_parts(
     """Return each of these last parts behind its others, up to the first one that lacks some."""
     found: list[BlockHash] = []
     for last in known:
-        parts = [part.block for part in parts_above(last, index, worker, names)]
+        before = index.parent(worker, last)
+        parts = [part.block for part in parts_from(before, index, worker, names)]
         if len(parts) != num_parts - 1:
             break
         found += [*reversed(parts), last]
