@@ -108,17 +108,16 @@ def engine(size: int | None) -> Telling:
 
 
 @asynccontextmanager
-async def started(*sizes: int | None, **pool: Any) -> AsyncIterator[tuple[Fleet, list[Telling]]]:
+async def started(*sizes: int | None, **pool: Any) -> AsyncIterator[Fleet]:
     """Start a fleet over workers of these block sizes."""
     async with AsyncExitStack() as stack:
-        engines = [engine(size) for size in sizes]
-        urls = [await stack.enter_async_context(telling(one)) for one in engines]
+        urls = [await stack.enter_async_context(telling(engine(size))) for size in sizes]
         workers = [{"id": f"w{at}", "url": url} for at, url in enumerate(urls)]
         config = {"name": "chat", "models": ["m"], "engine": "runner", "workers": workers, **pool}
         fleet = Fleet(Settings.model_validate({"pools": [config]}))
         try:
             await fleet.start()
-            yield fleet, engines
+            yield fleet
         finally:
             await fleet.stop()
 
@@ -129,20 +128,20 @@ def pool_of(fleet: Fleet) -> Pool:
 
 @pytest.mark.parametrize("sizes", [(528, 64, 16), (16, 64, 528), (64, 16, 528), (64, 64, 64)])
 async def test_a_pool_takes_the_smallest_block_size_of_its_workers(sizes: tuple[int, ...]) -> None:
-    async with started(*sizes) as (fleet, _):
+    async with started(*sizes) as fleet:
         pool = pool_of(fleet)
         assert pool.block_size == min(sizes)
         assert all(pool.is_readable(worker) for worker in pool.workers.values())
 
 
 async def test_a_worker_that_does_not_tell_its_block_size_is_not_waited_for_long() -> None:
-    async with started(64, None, 32) as (fleet, _):
+    async with started(64, None, 32) as fleet:
         await poll_until(lambda: pool_of(fleet).reader is not None)
         assert pool_of(fleet).block_size == 32
 
 
 async def test_a_configured_block_size_stays() -> None:
-    async with started(64, 528, block_size=16) as (fleet, _):
+    async with started(64, 528, block_size=16) as fleet:
         await poll_until(lambda: pool_of(fleet).reader is not None)
         assert pool_of(fleet).block_size == 16
         assert all(pool_of(fleet).is_readable(w) for w in pool_of(fleet).workers.values())
