@@ -43,17 +43,22 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the workload, in words (about tokens) and counts."""
+    """Sizes of the workload, in words (about tokens) and counts.
 
-    documents: int = 32
-    document_words: int = 3500
-    tools_words: int = 2500
+    Prompts are 30 to 150 times as long as completions, as in recorded chat, tool and agent traffic.
+    """
+
+    documents: int = 40
+    document_words: int = 7000
+    tools_words: int = 5000
     num_toolsets: int = 6
-    chat_system_words: int = 600
+    chat_system_words: int = 1200
+    turn_words: int = 800
+    observation_words: int = 1200
     few_shot_words: int = 1500
     few_shot_questions: int = 200
-    one_shot_words: int = 4000
-    output_tokens: int = 40
+    one_shot_words: int = 8000
+    output_tokens: int = 50
 
 
 def text(rng: Random, words: int) -> str:
@@ -95,17 +100,20 @@ class Workload:
 
     def chat(self, rng: Random) -> Iterator[Ask]:
         """Four to eight turns of one conversation."""
-        messages = _dialogue(rng.choice(self._systems), text(rng, rng.randint(60, 250)))
+        most = self.shape.turn_words
+        messages = _dialogue(rng.choice(self._systems), text(rng, rng.randint(most // 4, most)))
         for _ in range(rng.randint(4, 8)):
             yield Ask("chat", messages, self.shape.output_tokens)
-            messages.append({"role": "user", "content": text(rng, rng.randint(60, 250))})
+            words = rng.randint(most // 4, most)
+            messages.append({"role": "user", "content": text(rng, words)})
 
     def agent(self, rng: Random) -> Iterator[Ask]:
         """Six to twelve steps of one agent, whose observations grow the context."""
         messages = _dialogue(rng.choice(self._tools), text(rng, 80))
         for _ in range(rng.randint(6, 12)):
             yield Ask("agent", messages, self.shape.output_tokens)
-            messages.append({"role": "user", "content": f"Result: {text(rng, 400)}"})
+            result = text(rng, self.shape.observation_words)
+            messages.append({"role": "user", "content": f"Result: {result}"})
 
     def one_shot(self, rng: Random) -> Iterator[Ask]:
         """A long prompt that nobody asks again."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from prefix_index.blocks import BlockHash
 
 # Tokens leave in bunches, as from an engine whose API server is busy.
-TICK_S = 0.03
+TICK_S = 0.01
 DEFAULT_OUTPUT_TOKENS = 16
 WORD = "word "
 MEDIA = {"gpu": "GPU", "cpu": "CPU", "disk": "DISK"}
