@@ -7,6 +7,7 @@ operator can act on: what is wrong, where, and what to do.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from gateway.client import NotThereError, get_json
@@ -157,12 +158,13 @@ def _of_worker(worker: dict[str, Any]) -> Iterator[Finding]:
             "Give the pool the worker's own tokenizer and chat template, and its engine kind.",
         )
     ours, theirs = worker["pool_block_size"], worker["block_size"]
-    if ours is not None and theirs is not None and ours != theirs:
+    if ours is not None and theirs is not None and theirs % ours:
         yield Finding(
             "block_size",
             name,
-            f"its block size is {theirs}, the pool's {ours}: it is routed by text",
-            "Start it with the pool's block size, or put it into a pool of its own.",
+            f"its block size is {theirs}, no whole multiple of the pool's {ours}: it is routed by "
+            "text",
+            f"Set pools[].block_size to {gcd(ours, theirs)}, or put it into a pool of its own.",
         )
     if worker.get("is_apart"):
         yield Finding(

@@ -179,15 +179,19 @@ class Feed:
         self._clear("reset through the gateway")
 
     def saw_new_prompt(self) -> None:
-        """The worker prefilled at least one block that it did not hold: events must follow."""
-        if self._owed_since_s is None and not self._has_larger_blocks:
+        """The worker prefilled a block that it did not hold: events must follow.
+
+        Not to be called for ``announced_tokens`` or fewer.
+        """
+        if self._owed_since_s is None:
             self._owed_since_s = self._clock()
 
     def saw_prompt(self, first_block: BlockHash, *, is_salted: bool) -> None:
-        """The worker computed this beginning of a prompt: it must be among what it announces."""
-        if self._worker.mode != "exact" or self._has_larger_blocks:
-            return
-        if not self._index.holds(self._worker.id, first_block):
+        """The worker computed this beginning of a prompt: it must be among what it announces.
+
+        Not to be called for a prompt of fewer than ``announced_tokens``.
+        """
+        if self._worker.mode == "exact" and not self._index.holds(self._worker.id, first_block):
             self._awaited.append((self._clock(), first_block, is_salted))
 
     def saw_hit(self, *, predicted_tokens: int, observed_tokens: int) -> None:
@@ -243,11 +247,6 @@ class Feed:
             reported=reported,
             effect=effect,
         )
-
-    @property
-    def _has_larger_blocks(self) -> bool:
-        """Whether a prompt of a block of ours may be too short to be announced."""
-        return self.announced_tokens > self._index.block_size
 
     def _apply(self, _sequence: int, batch: EventBatch) -> None:
         self._owed_since_s = None

@@ -114,8 +114,7 @@ class Fleet:
         feed = self.feeds.get(record.worker)
         if feed is None or record.outcome != "ok":
             return
-        pool, _ = self._homes[record.worker]
-        if record.prompt_tokens - (record.observed_hit_tokens or 0) > pool.block_size:
+        if record.prompt_tokens - (record.observed_hit_tokens or 0) > feed.announced_tokens:
             feed.saw_new_prompt()
 
     def finished(self, plan: Plan, ticket: Ticket) -> None:
@@ -127,7 +126,7 @@ class Fleet:
         if feed is None or ticket.outcome != Outcome.OK:
             return
         body = plan.inbound.body
-        if plan.prompt is not None and plan.prompt.block_hashes:
+        if plan.prompt is not None and plan.prompt.num_tokens >= feed.announced_tokens:
             is_salted = bool(body.get("cache_salt"))
             feed.saw_prompt(plan.prompt.block_hashes[0], is_salted=is_salted)
         observed = ticket.observed_hit_tokens

@@ -257,7 +257,7 @@ WORKERS = {
     "parity_diverged": {"parity": 0},
     "event_gaps": {"gaps": 2},
     "decode_errors": {"decode_errors": 1},
-    "block_size": {"block_size": 32},
+    "block_size": {"block_size": 24},
 }
 POOLS = {
     "no_tokenizer": {"reads_prompts": False, "block_size": None, "blocks": 0, "max_blocks": None},
@@ -288,6 +288,7 @@ HARMLESS = {
     "as it should be": {},
     "no events configured": {"mode": "approximate", "has_events": False, "gaps": None},
     "a block size nobody told": {"block_size": None},
+    "blocks of several of the pool's": {"block_size": 528},
     "parity unknown": {"parity": -1},
 }
 

@@ -13,10 +13,14 @@ from tokenizers import Tokenizer, models
 from gateway.config import Settings
 from gateway.fleet.event_health import MAX_BARREN_BATCHES, MAX_SILENCE_S, EventHealth
 from gateway.fleet.fleet import Fleet
+from gateway.routing.dispatch import Dispatcher, Outcome
+from gateway.routing.outcome import Usage
 from gateway.routing.pool import Pool
+from gateway.telemetry.record import RequestRecord
 from tests.gateway.feed_parts import Telling, fed, stored, telling
-from tests.gateway.routing_parts import BLOCK, CHATML
-from tests.support import poll_until
+from tests.gateway.routing_parts import BLOCK, CHATML, Clock, ids
+from tests.prefix_index.publisher import Publisher
+from tests.support import free_port, poll_until
 
 
 async def test_events_of_larger_blocks_are_believed() -> None:
@@ -70,15 +74,32 @@ async def test_a_conflict_with_the_pool_or_the_metrics_is_reported_once(
     assert (told["worker"], told["block_size"], told["reported"]) == ("w0", size, reported)
 
 
-async def test_prompts_too_short_to_be_announced_are_not_missed() -> None:
-    async with fed() as worker:
-        worker.take(stored(0, 8, block_hashes=[1, 2], block_size=4 * BLOCK))
-        for at in range(20):
-            worker.feed.saw_new_prompt()
-            worker.feed.saw_prompt(b"prompt %d" % at + bytes(6), is_salted=False)
-            worker.passes(MAX_SILENCE_S)
-
-        assert (worker.mode(), worker.hit) == ("exact", 8)
+@pytest.mark.parametrize(
+    ("size", "length", "is_missed"),
+    [(64, 63, False), (64, 65, True), (16, 33, True), (528, 527, False)],
+)
+async def test_only_prompts_long_enough_to_be_announced_are_missed(
+    size: int, length: int, is_missed: bool
+) -> None:
+    async with AsyncExitStack() as stack:
+        publisher = await stack.enter_async_context(Publisher(free_port(), free_port(), topic=b""))
+        async with started(16, size, events=publisher.endpoint) as fleet:
+            pool, routes = pool_of(fleet), Dispatcher(fleet.pools, seed=0, on_finish=fleet.finished)
+            await poll_until(lambda: "w1" in fleet.feeds)
+            feed = fleet.feeds["w1"]
+            feed._clock = clock = Clock()
+            for at in range(3):
+                plan = await routes.plan(pool, ids([at, *range(1, length)]), in_full=True)
+                decision = routes.choose(plan, exclude=("w0",))
+                ticket = routes.admit(plan, decision)
+                ticket.finish(Outcome.OK, Usage(length, 1, 0))
+                assert len(feed._awaited) == (at + 1 if is_missed else 0)
+            fleet.observe(
+                RequestRecord("r", "chat", worker="w1", prompt_tokens=length, outcome="ok")
+            )
+            clock.now_s += MAX_SILENCE_S
+            feed.check()
+            assert (feed.health is EventHealth.SILENT) == is_missed
 
 
 async def test_a_prompts_beginning_in_large_blocks_brings_useless_events_back() -> None:
@@ -108,11 +129,13 @@ def engine(size: int | None) -> Telling:
 
 
 @asynccontextmanager
-async def started(*sizes: int | None, **pool: Any) -> AsyncIterator[Fleet]:
-    """Start a fleet over workers of these block sizes."""
+async def started(*sizes: int | None, events: str = "", **pool: Any) -> AsyncIterator[Fleet]:
+    """Start a fleet over workers of these block sizes, the last of which may publish."""
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(telling(engine(size))) for size in sizes]
         workers = [{"id": f"w{at}", "url": url} for at, url in enumerate(urls)]
+        if events:
+            workers[-1]["kv_events"] = events
         config = {"name": "chat", "models": ["m"], "engine": "runner", "workers": workers, **pool}
         fleet = Fleet(Settings.model_validate({"pools": [config]}))
         try:

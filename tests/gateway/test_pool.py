@@ -90,8 +90,8 @@ def test_another_way_of_knowing_starts_from_nothing() -> None:
 
 def test_hashes_mean_nothing_for_other_block_sizes_and_other_tokens() -> None:
     pool = make_pool(3)
-    pool.workers["w0"].block_size = 2 * BLOCK
-    pool.workers["w1"].block_size = BLOCK
+    pool.workers["w0"].block_size = 3 * BLOCK // 2
+    pool.workers["w1"].block_size = 2 * BLOCK
     assert [pool.is_readable(w) for w in pool.workers.values()] == [False, True, True]
 
     worker = pool.workers["w2"]
