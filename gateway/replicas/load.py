@@ -281,9 +281,9 @@ class LoadExchange:
 
     async def _follow(self) -> None:
         async with self._link.blocking.pubsub(ignore_subscribe_messages=True) as subscription:
-            await subscription.subscribe(*self.channels)
+            await answer(subscription.subscribe(*self.channels))
             while True:
-                message = await subscription.get_message(timeout=LISTEN_S)
+                message = await answer(subscription.get_message(timeout=LISTEN_S))
                 if message is not None:
                     self.heard(message["channel"], message["data"])
 

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import RedisError
 
 from prefix_index.replica.address import close_client, make_client
@@ -44,16 +45,25 @@ LINK_ERRORS: Final = (LinkDown, RedisError, OSError)
 
 
 async def answer(command: Awaitable[_Answer]) -> _Answer:
-    """Await a command; a cancellation that comes meanwhile always gets through.
+    """Await a command of redis-py; every one goes through here.
 
-    redis-py writes under ``asyncio.wait_for``, which before Python 3.12 forgets a cancellation that
-    arrives when the write is done already: the task would go on for ever.
+    A cancellation that comes meanwhile always gets through: redis-py writes under
+    ``asyncio.wait_for``, which before Python 3.12 forgets one that arrives when the write is done
+    already, and the task would go on for ever. An earlier one is past: what cleans up may still
+    send commands.
+
+    Raises:
+        LINK_ERRORS: Whatever fails. A connection that the link drops between being made and being
+            written to has None where redis-py expects its stream.
     """
+    task = asyncio.current_task()
+    num_cancelled = task.cancelling() if task is not None else 0
     try:
         return await command
+    except AttributeError as error:
+        raise ConnectionLost("the connection was dropped") from error
     finally:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if task is not None and task.cancelling() > num_cancelled:
             raise asyncio.CancelledError
 
 

@@ -292,20 +292,21 @@ class PoolReplica:
                 continue
             view.start_loading()
             view.loaded_s = self._clock()
+            is_done = False
             try:
                 is_done = await self._load_one(view)
             except (SharedValueError, ResponseError):
                 view.decode_errors += 1
                 self.decode_errors += 1
                 await self._heal(view)
-                is_done = False
             finally:
                 # Between the last delta that waited and this nothing can have come.
                 view.is_loading = False
+                if not is_done:
+                    # Also if the connection was lost: a part of a state is no state.
+                    view.needs_load = True
             if is_done and view.applied:
                 view.current_s = view.loaded_s  # what was read was true when the reading began
-            elif not is_done:
-                view.needs_load = True
 
     async def _load_one(self, view: View) -> bool:
         found = await self.leases.tick({view.worker: False})

@@ -65,6 +65,30 @@ async def test_the_next_reader_goes_on_behind_the_last_published_batch(valkey: V
             await two.start() if reader is two else None
 
 
+async def test_what_fails_for_an_unforeseen_reason_is_started_again(valkey: Valkey) -> None:
+    async with publishing("w") as publishers:
+        one = Side(valkey.url, publishers, name="one")
+        two = Side(valkey.url, publishers, name="two")
+        async with running(one, two):
+            await publishers["w"].publish(batch(blocks(0, 2)))
+            await poll_until(lambda: hit_blocks(one) == hit_blocks(two) == 2)
+            await poll_until(lambda: {one.role("w"), two.role("w")} == {"hold", "tail"})
+            for side in (one, two):
+                replica = side.sharing.pools["chat"].replica
+                tick, side_failed = replica.leases.tick, asyncio.Event()
+
+                async def fail(_: object, failed: asyncio.Event = side_failed) -> object:
+                    failed.set()
+                    raise ZeroDivisionError
+
+                replica.leases.tick = fail  # type: ignore[method-assign,assignment]
+                await side_failed.wait()
+                replica.leases.tick = tick  # type: ignore[method-assign]
+            await publishers["w"].publish(batch(blocks(2, 4)))
+            await poll_until(lambda: hit_blocks(one) == hit_blocks(two) == 4)
+            await poll_until(lambda: {one.role("w"), two.role("w")} == {"hold", "tail"})
+
+
 async def test_the_gateways_serve_without_redis_and_share_again_when_it_is_back(
     valkey: Valkey,
 ) -> None:

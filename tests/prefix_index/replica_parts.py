@@ -34,6 +34,8 @@ Content = dict[BlockHash, tuple[BlockHash, int]]
 class Engine:
     """One worker's publisher: numbered batches, a bounded buffer, any number of readers.
 
+    A name stands for one content for good, as a digest does.
+
     Attributes:
         log: All batches of this life of the process.
         first_kept: The buffer reaches back to this batch.
@@ -45,6 +47,7 @@ class Engine:
         self.first_kept = 0
         self.readers: list[EngineSource] = []
         self.life = 1
+        self._chains: dict[int, tuple[int, ...]] = {}
 
     def publish(self, *events: Event) -> None:
         self.log.append(EventBatch(ts=0.0, events=list(events)))
@@ -53,6 +56,9 @@ class Engine:
 
     def store(self, chain: list[int], *, medium: str = "GPU") -> None:
         """Announce a chain of blocks, each named by a number; equal numbers are equal tokens."""
+        for number, name in enumerate(chain):
+            above = tuple(chain[:number])
+            assert self._chains.setdefault(name, above) == above, f"{name} named another block"
         self.publish(*stored(chain, medium=medium))
 
     def remove(self, names: list[EngineHash], *, medium: str = "GPU") -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.crc import key_slot
 
-from prefix_index.replica.link import Link, LinkDown
+from prefix_index.replica.link import LINK_ERRORS, Link, LinkDown, answer
 from tests.support import free_port, poll_until
 from tests.valkey import Valkey, valkey
 
@@ -94,6 +94,57 @@ async def test_one_error_of_a_caller_is_no_outage(valkey: Valkey) -> None:
         await asyncio.sleep(0)
         assert link.is_up
         assert link.errors == {"TimeoutError": 1}
+
+
+@pytest.mark.parametrize("is_connected", [False, True])
+@pytest.mark.parametrize("is_blocking", [False, True])
+async def test_a_command_whose_connection_is_dropped_fails_as_any_other(
+    valkey: Valkey, is_connected: bool, is_blocking: bool
+) -> None:
+    """At whatever moment it is, connecting, writing or waiting: no caller knows another error."""
+    async with running(valkey.url) as link:
+        await poll_until(lambda: link.is_up)
+        client = link.blocking if is_blocking else link.client
+        failed = 0
+        for turns in range(40):
+            await client.connection_pool.disconnect()
+            if is_connected:
+                await client.ping()
+            read = client.xread({"s": "0-0"}, block=20) if is_blocking else client.get("a")
+            command = asyncio.create_task(answer(read))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await client.connection_pool.disconnect()
+            try:
+                assert not await command
+            except LINK_ERRORS:
+                failed += 1
+        assert failed
+
+
+async def test_a_cancellation_always_gets_through_and_what_cleans_up_may_still_send(
+    valkey: Valkey,
+) -> None:
+    async with running(valkey.url) as link:
+        await poll_until(lambda: link.is_up)
+
+        async def use() -> None:
+            try:
+                while True:
+                    await answer(link.client.ping())
+            finally:
+                for name in ("a", "b"):
+                    await answer(link.client.set(name, b"1"))
+
+        for turns in range(40):
+            await link.client.delete("a", "b")
+            task = asyncio.create_task(use())
+            for _ in range(turns + 1):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(asyncio.shield(task), 10)
+            assert await link.client.exists("a", "b") == 2
 
 
 async def test_nobody_listening_is_a_state_and_not_an_exception() -> None:

@@ -279,6 +279,34 @@ async def test_a_holder_that_was_frozen_does_not_overwrite_its_successor(valkey:
         await converge([one, two], [engine])
 
 
+@pytest.mark.parametrize("call", [1, 2])
+async def test_a_load_that_was_cut_off_is_made_again(valkey: Valkey, call: int) -> None:
+    """Also where nothing is published afterwards that would show that a part is missing."""
+    engine = Engine("w")
+    one, two = pair(valkey.url, [engine])
+    async with running(one, two):
+        engine.store([10 * number for number in range(1, 600)])
+        await converge([one, two], [engine])
+        await poll_until(lambda: {one.role("w"), two.role("w")} == {"hold", "tail"})
+        follower = one if one.role("w") == "tail" else two
+        client = follower.link.client
+        scan, calls = client.hscan, 0
+
+        async def cut_off(*args: object, **options: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                raise redis.ConnectionError
+            return await scan(*args, **options)
+
+        client.hscan = cut_off  # type: ignore[method-assign]
+        block, (parent, _) = next(iter(follower.content("w").items()))
+        follower.index.set_copies("w", block, parent, 7)
+        follower.replica.views["w"].needs_load = True
+        await poll_until(lambda: calls >= call)
+        await converge([one, two], [engine])
+
+
 async def test_many_gateways_through_many_outages_come_to_the_truth(valkey: Valkey) -> None:
     rng = random.Random(7)
     engines = [Engine(f"w{number}") for number in range(3)]

@@ -11,7 +11,7 @@ import structlog
 from gateway.fleet.sharing.pool import SharedPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Sequence
 
     from gateway.fleet.fleet import Fleet
     from gateway.routing.pool import Pool, Worker
@@ -46,8 +46,7 @@ class Sharing:
         self.name = name
         self._fleet = fleet
         self._clock = clock
-        self._started: list[SharedPool] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_told = False
         fleet.on_followable = self._share
         fleet.on_gone = self._part
@@ -60,16 +59,16 @@ class Sharing:
             while True:
                 for pool in self._fleet.pools:
                     self._shared_pool(pool)
-                for shared in self.pools.values():
-                    self._start(shared)
+                for name, shared in self.pools.items():
+                    self._keep_running(name, shared)
                     shared.look_after()
                 await asyncio.sleep(_CHECK_EVERY_S)
                 if not (self.link.is_up or self._is_told):
                     self._tell_down("not reached")
         finally:
-            for task in self._tasks:
+            for task in self._tasks.values():
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def age_s(self) -> float:
         """Return how long ago the oldest view was known to be the truth; inf before it was."""
@@ -146,20 +145,13 @@ class Sharing:
             )
         return shared
 
-    def _start(self, shared: SharedPool) -> None:
-        if shared not in self._started:
-            self._started.append(shared)
-            self._spawn(shared.run())
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("background_task_failed", error=repr(error), exc_info=error)
+    def _keep_running(self, name: str, shared: SharedPool) -> None:
+        """Start what is shared of a pool, again if it failed: nobody else would read its events."""
+        task = self._tasks.get(name)
+        if task is None or task.done():
+            task = asyncio.get_running_loop().create_task(shared.run())
+            task.add_done_callback(_tell_failure)
+            self._tasks[name] = task
 
     def _tell_up(self) -> None:
         self._is_told = True
@@ -169,6 +161,11 @@ class Sharing:
         self._is_told = True
         effect = "workers' events are read by every process itself until it is back"
         log.warning("redis_down", reason=reason, effect=effect)
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("background_task_failed", error=repr(error), exc_info=error)
 
 
 def _since(now_s: float, then_s: float | None) -> float | None:
