@@ -55,7 +55,7 @@ def load_model(
     files = [read_adapter(name, folder, config) for name, folder in (adapters or {}).items()]
     model = _build(config, source, DTYPES[dtype])
     for adapter in files:
-        model.add_adapter(build_adapter(adapter, config, source.read, DTYPES[dtype]))
+        model.add_adapter(build_adapter(adapter, config, source.read))
     return model
 
 

@@ -166,9 +166,12 @@ def test_adapters_beside_it_leave_the_base_model_bit_for_bit_alone(
     assert loaded.fingerprint == tiny.fingerprint
 
 
-def test_an_adapter_in_bfloat16_stays_near_float32(tiny_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [1, 40], ids=["few rows", "many rows"])
+def test_an_adapter_in_bfloat16_stays_near_float32(
+    tiny_dir: Path, tmp_path: Path, length: int
+) -> None:
     adapter = make_adapter(tmp_path / "a", tiny_dir)
-    prompt = prompt_of(40)
+    prompt = prompt_of(length)
     exact, near = (
         model.forward([Chunk(prompt, 0, [0, 1, 2], True, adapter="a")], model.new_pool(3, 16))[0]
         for model in (load_model(tiny_dir, dtype, 1, {"a": adapter}) for dtype in DTYPES)
