@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from prefix_index.replica.link import Link
     from prefix_index.replica.view import View
 
-# Fields per read: the server takes 0.1 ms for them, unpacking them takes half a millisecond.
-_SCAN_FIELDS: Final = 250
+# Fields per read: the server takes 0.2 ms for them, unpacking them takes a millisecond.
+_SCAN_FIELDS: Final = 500
 # Blocks written between two turns of other tasks, in about half a millisecond.
 _SLICE_BLOCKS: Final = 128
 _ONE_GPU_COPY: Final = 1
@@ -82,16 +82,28 @@ def _is_overtaken(view: View) -> bool:
 async def _scan(link: Link, key: str, view: View) -> States | None:
     """Read all states, and the names of their blocks; None if overtaken."""
     states = States({}, {})
-    cursor, is_first = 0, True
-    while cursor or is_first:
-        is_first = False
-        found: Any = await answer(link.client.hscan(key, cursor, count=_SCAN_FIELDS))
-        cursor = int(found[0])
-        view.source.adopt(*_unpack(found[1], states))
-        await asyncio.sleep(0)
-        if _is_overtaken(view):
-            return None
-    return states
+    ahead = _scan_on(link, key, 0)
+    try:
+        while True:
+            found = await ahead
+            cursor = int(found[0])
+            if cursor:
+                # The server reads on while this is unpacked.
+                ahead = _scan_on(link, key, cursor)
+            view.source.adopt(*_unpack(found[1], states))
+            await asyncio.sleep(0)
+            if _is_overtaken(view):
+                return None
+            if not cursor:
+                return states
+    finally:
+        ahead.cancel()
+        await asyncio.gather(ahead, return_exceptions=True)
+
+
+def _scan_on(link: Link, key: str, cursor: int) -> asyncio.Task[Any]:
+    read = answer(link.client.hscan(key, cursor, count=_SCAN_FIELDS))
+    return asyncio.get_running_loop().create_task(read)
 
 
 def _unpack(fields: dict[bytes, bytes], states: States) -> tuple[list[EngineHash], list[BlockHash]]:

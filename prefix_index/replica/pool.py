@@ -171,6 +171,8 @@ class PoolReplica:
                 shared = shared._replace(id=view.applied, head=view.head, fault="")
             self._shared[worker] = shared
             self._decide(view, shared, asked_s)
+            # Beginning to read a worker's events takes a while, and there may be hundreds.
+            await asyncio.sleep(0)
 
     def _look_after_roles(self) -> None:
         """Without word from Redis for longer than a lease, read all events here."""

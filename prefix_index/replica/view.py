@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final, Literal
 
+from prefix_index.holdings import ONE_GPU_COPY
 from prefix_index.replica.codec import Head, SharedValueError, entry_order, unpack_delta
 from prefix_index.replica.publication import Publication
 
 if TYPE_CHECKING:
+    from prefix_index.blocks import BlockHash
+    from prefix_index.events import EngineHash
     from prefix_index.index import Index
     from prefix_index.replica.source import Source
 
@@ -162,18 +165,37 @@ class View:
         self.source.set_silent(entry.head.is_silent)
         if entry.head.is_reset:
             self.source.clear()
-        names, named = [], []
         try:
-            for block, state in unpack_delta(entry.data):
-                if block == state.parent:
-                    raise SharedValueError("a block is its own parent")
-                self._index.set_copies(self.worker, block, state.parent, state.copies)
-                if state.name is not None:
-                    names.append(state.name)
-                    named.append(block)
-            self.source.adopt(names, named)
+            self._write(entry.data)
         except SharedValueError:
             self.needs_load = True
             raise
         self.applied = entry.id
         self.head = entry.head
+
+    def _write(self, data: bytes) -> None:
+        index, worker = self._index, self.worker
+        names: list[EngineHash] = []
+        named: list[BlockHash] = []
+        # Blocks that come new, one below the other: storing them together costs a third.
+        run: list[BlockHash] = []
+        above = b""
+        for block, state in unpack_delta(data):
+            parent, copies, name = state
+            if block == parent:
+                raise SharedValueError("a block is its own parent")
+            if name is not None:
+                names.append(name)
+                named.append(block)
+            is_new = copies == ONE_GPU_COPY and not index.copies(worker, block)
+            if run and not (is_new and parent == run[-1]):
+                index.store(worker, run, above)
+                run = []
+            if not is_new:
+                index.set_copies(worker, block, parent, copies)
+                continue
+            if not run:
+                above = parent
+            run.append(block)
+        index.store(worker, run, above)
+        self.source.adopt(names, named)
