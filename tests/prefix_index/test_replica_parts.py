@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from prefix_index.blocks import BlockHash, hash_blocks, root_hash
 from prefix_index.index import Index
 from prefix_index.ingest import FeedChange
-from prefix_index.replica.codec import unpack_state
+from prefix_index.replica.codec import Head, pack_delta, pack_state, unpack_state
 from prefix_index.replica.link import Link
 from prefix_index.replica.lookup import Lookup
 from prefix_index.replica.publication import MAX_PENDING_BLOCKS, Publication
 from prefix_index.replica.touches import Touches
+from prefix_index.replica.view import Entry, View
 from tests.prefix_index.replica_parts import Engine, EngineSource, Gateway, content, running
 from tests.support import free_port, poll_until
 from tests.valkey import Valkey, valkey
@@ -233,6 +234,42 @@ def test_a_publication_ends_in_what_the_index_holds_however_its_deltas_fall(
                 follower.adopt([name], [block])
     follower.follow(head.next_sequence, head.digest)
     assert content(successor, "w") == engine.truth() == content(index, "w")
+
+
+_NUMBERS = st.integers(0, 11)
+
+
+@given(
+    st.lists(
+        st.dictionaries(_NUMBERS, st.tuples(_NUMBERS, st.sampled_from([0, 1, 1, 1, 2, 1 << 16]))),
+        max_size=8,
+    )
+)
+def test_a_delta_is_written_as_block_by_block_in_whatever_order_it_names_them(
+    deltas: list[dict[int, tuple[int, int]]],
+) -> None:
+    """Chains, parts of chains, children before parents, blocks that are known or gone."""
+    index, naive = Index(4), Index(4)
+    view = View(index, "w", EngineSource(Engine("w"), index))
+    view.role = "tail"
+    blocks = [ROOT, *(bytes((number,)) * 16 for number in range(1, 12))]
+    for number, delta in enumerate(deltas, start=1):
+        states: dict[BlockHash, bytes] = {}
+        for at, (above, copies) in delta.items():
+            if at == 0 or above >= at:  # a root is no block, and chains have no circles
+                continue
+            block, parent = blocks[at], blocks[above]
+            states[block] = pack_state(parent, copies, at) if copies else b""
+            naive.set_copies("w", block, parent, copies)
+        view.apply(Entry(b"%d-0" % number, view.applied, Head(), pack_delta(states)))
+        assert content(index, "w") == content(naive, "w")
+        for block in content(naive, "w"):
+            chain: list[BlockHash] = []
+            at_block: BlockHash | None = block
+            while at_block is not None and at_block != ROOT:
+                chain.insert(0, at_block)
+                at_block = naive.parent("w", at_block)
+            assert index.match(chain) == naive.match(chain)
 
 
 def test_a_change_without_blocks_is_published_as_nothing() -> None:
