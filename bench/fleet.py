@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 ROUTERS = ("warmlane", "sglang_cache_aware", "round_robin")
 # Clients by kind: mostly documents and conversations, some agents, a little noise, and a batch as
 # evaluation harnesses send it. Together they keep eight engines busy, not flooded.
-CLIENTS = {"document": 24, "chat": 18, "agent": 14, "one_shot": 4, "few_shot": 16}
+CLIENTS = {"document": 48, "chat": 36, "agent": 24, "one_shot": 6, "few_shot": 16}
 RUNNER_CLIENTS = {"document": 2, "chat": 2, "few_shot": 1}
 # Small enough for 135M parameters on two cores.
 RUNNER_SHAPE = Shape(
@@ -46,6 +46,8 @@ RUNNER_SHAPE = Shape(
     few_shot_questions=20, output_tokens=8,
 )  # fmt: skip
 THINK_S = 0.3
+# Clients do not start in one moment.
+START_S = 10.0
 # A client of the batch asks until all its questions are asked.
 BATCH = sys.maxsize
 READY_DEADLINE_S = 120.0
@@ -204,8 +206,7 @@ async def client_loop(url: str, client: Conversation, seen: Seen, asks: int) -> 
     """Ask, think and ask again, so many times or until nothing is left to ask."""
     timeout = aiohttp.ClientTimeout(total=REQUEST_DEADLINE_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        # Clients do not start in one moment.
-        await asyncio.sleep(client.rng.uniform(0, THINK_S * 4))
+        await asyncio.sleep(client.rng.uniform(0, START_S))
         for _ in range(asks):
             ask = client.next()
             if ask is None:
@@ -297,7 +298,7 @@ def main() -> None:
     parser.add_argument("--runners", type=int, default=0, help="bundled runners instead")
     parser.add_argument("--pool-tokens", type=int, help="KV tokens of each engine")
     # One H100 would ask for more requests a second than one machine can play clients for.
-    parser.add_argument("--slowdown", type=float, default=3.0, help="stretches the mocks' times")
+    parser.add_argument("--slowdown", type=float, default=5.0, help="stretches the mocks' times")
     parser.add_argument("--asks", type=int, default=40, help="requests of each client")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
