@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from prefix_index.holdings import TIERS, Tier, best_tier
+from prefix_index.holdings import ONE_GPU_COPY, TIERS, Tier, best_tier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,8 +56,9 @@ def split_hits(
         for state, num_blocks in count_states(states[start:end]).items():
             for holder, length in lengths.items():
                 if length >= end:
-                    tier = best_tier(view.states.copies(state, holder.bit))
-                    tokens[holder][tier] += num_blocks * block_size
+                    # None: a false parent in a shared state led elsewhere; any tier will do.
+                    copies = view.states.copies(state, holder.bit) or ONE_GPU_COPY
+                    tokens[holder][best_tier(copies)] += num_blocks * block_size
         start = end
     return {holder.worker: Hit(**split) for holder, split in tokens.items()}
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_index import Hit, Index
+from prefix_index import Hit, Index, root_hash
+from prefix_index.holdings import SHIFT
 from prefix_index.index import TIERS, Tier
 from prefix_index.view_blocks import Blocks
 from tests.prefix_index.forest import (
@@ -278,3 +279,20 @@ def test_nothing_is_matched_by_nothing() -> None:
 def test_a_block_size_must_be_positive() -> None:
     with pytest.raises(ValueError, match="positive"):
         Index(0)
+
+
+def test_a_false_parent_in_a_shared_state_fails_no_match() -> None:
+    """Only a corrupt state can say so: hashes are chained, and engines' blocks are hashed here."""
+    index = Index(BLOCK_SIZE)
+    root, one, two, three, other = root_hash("m"), *(bytes([n]) * 16 for n in range(1, 5))
+    below = 1 << SHIFT["cpu"]
+    for worker in ("v", "w"):
+        index.set_copies(worker, one, root, 1)
+        index.set_copies(worker, two, one, 1)
+        index.set_copies(worker, bytes([9]) * 16, root, below)
+    index.set_copies("w", other, root, below)
+    index.set_copies("w", three, other, 1)
+
+    hits = index.match([one, two, three])
+
+    assert (hits["v"].total, hits["w"].total) == (2 * BLOCK_SIZE, 3 * BLOCK_SIZE)
