@@ -140,7 +140,7 @@ def view(gateway: Process, text: str = "Nobody asks this.") -> dict[str, Any]:
 
 
 def in_flight(gateway: Process) -> int:
-    return sum(c["in_flight"] for c in view(gateway)["input"]["candidates"])
+    return sum(c.get("in_flight", 0) for c in view(gateway)["input"]["candidates"])
 
 
 def hears_others(gateway: Process) -> bool:
