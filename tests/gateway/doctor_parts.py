@@ -37,12 +37,14 @@ if TYPE_CHECKING:
 class CachingEngine:
     """An engine over HTTP that caches prefixes for ever and reports the hit tokens of each answer.
 
-    It renders as ``reader`` does, which a test sets before it serves anything.
+    It renders as ``reader`` does, which a test sets before it serves anything, and takes
+    ``prefill_token_s`` for each token that it does not hold.
     """
 
     reader: PromptReader | None = None
     held: set[BlockHash] = field(default_factory=set)
     missed_tokens: list[int] = field(default_factory=list)
+    prefill_token_s: float = 0.0
 
     def respond(self, seen: Seen) -> Script:
         if seen.method == "GET":
@@ -63,7 +65,10 @@ class CachingEngine:
         choice = {"index": 0, "message": message("assistant", "Yes."), "finish_reason": "stop"}
         counts = usage(prompt.num_tokens, 1, cached * BLOCK)
         document = {"id": "x", "model": "m", "choices": [choice], "usage": counts}
-        return answer(json.dumps(document).encode())
+        return [
+            self.missed_tokens[-1] * self.prefill_token_s,
+            *answer(json.dumps(document).encode()),
+        ]
 
 
 @dataclass

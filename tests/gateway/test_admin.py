@@ -69,7 +69,8 @@ async def serve_some(gateway: Running, fake: CachingEngine, requests: int) -> No
 
 
 async def test_worth_index_and_workers_are_told_and_shown(smollm2_dir: Path) -> None:
-    fake = CachingEngine()
+    # Slow enough that what is held is worth keeping.
+    fake = CachingEngine(prefill_token_s=2e-4)
     async with (
         RawEngine(fake.respond) as engine,
         running_gateway(
