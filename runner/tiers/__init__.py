@@ -1,0 +1,1 @@
+"""KV beneath the device pool: host memory, SSD segments, a remote store, other runners."""
