@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from runner.blocks import BlockPool, InvariantError
 from runner.kvkeys import namespace_key
+from runner.pool.blocks import BlockPool
+from runner.pool.states import InvariantError
 from runner.sampling import Draw, draw_tokens, new_generator
 from runner.scheduler import Limits, Scheduler
 from runner.types import EngineStats, TokenOutput

@@ -24,7 +24,8 @@ class KvPool:
     ``data`` is [blocks, layers, 2, block_size, kv_heads, head_dim]: one block is one contiguous
     piece of ``block_bytes``, all layers, keys and values. Reading and writing go through flat
     views, a block's half layer being row (block * layers + layer) * 2 + (0 keys, 1 values).
-    Only the engine thread touches it. ``contexts`` gives attention its keys and values.
+    Only the engine thread touches it, except for single blocks that ``tiers/mover.py`` copies.
+    ``contexts`` gives attention its keys and values.
     """
 
     def __init__(

@@ -20,8 +20,8 @@ from runner.sequence import Sequence
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from runner.blocks import BlockPool
     from runner.kvkeys import KvKey
+    from runner.pool.blocks import BlockPool
     from runner.types import EngineRequest
 
 _BY_ORDER = attrgetter("order")

@@ -6,13 +6,22 @@ makes one may fill it; once it is handed over, the receiver owns it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from runner.tiers.types import PeerSource, TierStats
+
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+HitSource = Literal["gpu", "cpu", "disk", "remote", "peer"]
+"""Where a prompt's KV was: the pool, or the tier it was loaded from."""
+
+MissReason = Literal["cold", "evicted", "below_block", "gated", "failed"]
+"""Why prompt tokens had to be computed: never seen; held once and given up; less than a block, or
+the last token; held by a tier, but recomputing was cheaper or a cap forbade it; a load failed."""
 
 # OpenAI's upper bound for `n` is 128; a CPU pool shares its rows among all samples, so a prompt
 # may take at most this many of them.
@@ -80,6 +89,7 @@ class TokenOutput:
             that ended it, which is no part of the text.
         cached_tokens: Prompt tokens whose KV came from the prefix cache (whole blocks).
         error: Why, when the reason is "error".
+        hit_source: The lowest tier that KV came from; None for none of it.
     """
 
     request_id: str
@@ -90,6 +100,7 @@ class TokenOutput:
     finish_reason: FinishReason | None
     cached_tokens: int
     error: str | None
+    hit_source: HitSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +114,9 @@ class EngineRequest:
         sink: Gets every output, called from the engine thread: it must return at once.
         salt: Isolation key; requests with different salts never share KV.
         adapter: LoRA adapter to run with; empty for the base model. KV is not shared across.
+        max_offload_tokens: Most leading tokens whose KV may go to lower tiers; None for no cap.
+        max_load_tokens: Most leading tokens whose KV may come from there; None for no cap.
+        source: Another runner that is said to hold the prefix.
     """
 
     id: str
@@ -111,6 +125,9 @@ class EngineRequest:
     sink: Callable[[TokenOutput], None]
     salt: str = ""
     adapter: str = ""
+    max_offload_tokens: int | None = None
+    max_load_tokens: int | None = None
+    source: PeerSource | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +159,7 @@ class EngineStats:
     Attributes:
         num_running: Samples holding blocks.
         num_waiting: Requests not yet admitted.
-        pool_blocks: Blocks of the pool = free + cached + active.
+        pool_blocks: Blocks of the pool = free + cached + active + loading + pinned.
         free_blocks: Blocks without content.
         cached_blocks: Blocks kept for reuse by nobody's request.
         active_blocks: Blocks in use by running requests.
@@ -154,6 +171,15 @@ class EngineStats:
         preemptions_total: Running requests sent back to waiting for room.
         prompt_tokens_total: Prompt tokens of admitted requests.
         generation_tokens_total: Tokens sampled.
+        num_loading: Requests whose KV is on its way from a lower tier.
+        loading_blocks: Blocks that a load may be writing.
+        pinned_blocks: Blocks nobody references that are read for a store or a peer.
+        stall_s_total: Seconds with requests and nothing to compute, since all of them waited for
+            KV.
+        hit_tokens: ``hit_tokens_total`` by where they were.
+        miss_tokens: The other queried tokens by reason.
+        orphans_total: Leases on pool blocks freed at their deadline.
+        tiers: Figures of the lower tiers.
     """
 
     num_running: int
@@ -170,3 +196,11 @@ class EngineStats:
     preemptions_total: int
     prompt_tokens_total: int
     generation_tokens_total: int
+    num_loading: int = 0
+    loading_blocks: int = 0
+    pinned_blocks: int = 0
+    stall_s_total: float = 0.0
+    hit_tokens: dict[HitSource, int] = field(default_factory=dict)
+    miss_tokens: dict[MissReason, int] = field(default_factory=dict)
+    orphans_total: int = 0
+    tiers: tuple[TierStats, ...] = ()

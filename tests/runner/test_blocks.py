@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from prefix_index.events import AllBlocksCleared, BlockRemoved, BlockStored
-from runner.blocks import BlockPool, BlockState, InvariantError
 from runner.kvkeys import BlockChain, event_hash, namespace_key, root_key
+from runner.pool.blocks import BlockPool
+from runner.pool.states import BlockState, InvariantError
 
 SIZE = 4
 NAMESPACE = namespace_key({"model": "test"})
@@ -329,11 +330,11 @@ def test_the_check_finds_damaged_books(damage: str) -> None:
     blocks, chain = run_prompt(pool, [1] * 12)
     pool.check([blocks])
     if damage == "reference":
-        pool._references[blocks[0]] += 1
+        pool._books.references[blocks[0]] += 1
     elif damage == "free list":
-        pool._free.append(blocks[1])
+        pool._books.free.append(blocks[1])
     elif damage == "key":
-        del pool._holders[chain.keys[2]]
+        del pool._books.holders[chain.keys[2]]
     else:
         pool._content(blocks[0]).children = 0
 

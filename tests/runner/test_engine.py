@@ -223,7 +223,7 @@ def test_damaged_books_end_all_requests_and_leave_an_empty_working_pool(tiny: Mo
     driver = Driver(tiny, debug_checks=True)
     ids = [driver.submit([2, 3, 4] * 9, n=2), driver.submit([3, 4] * 9)]
     driver.step()
-    driver.core._pool._references[0] += 1
+    driver.core._pool._books.references[0] += 1
     driver.core.step()
 
     assert all("InvariantError" in (driver.last(at).error or "") for at in ids)

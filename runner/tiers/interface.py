@@ -1,0 +1,108 @@
+"""What the engine asks of the tiers beneath its pool; ``manager.py`` answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from prefix_index.events import Event
+    from runner.kvkeys import KvKey
+    from runner.tiers.types import (
+        BlockRecord,
+        Committed,
+        LoadDone,
+        LoadPlan,
+        LoadQuery,
+        TierStats,
+    )
+
+
+class Tiers(Protocol):
+    """All tiers of one engine. Called from the engine thread only; no call waits for a transfer."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether transfers are under way."""
+        ...
+
+    def consider(self, query: LoadQuery, now_s: float) -> LoadPlan | Literal["pending"] | None:
+        """Say what to load for a waiting request.
+
+        Returns:
+            A plan for this very query, to be started or cancelled at once; ``pending`` while a
+            look-up is under way: ask again; None if there is nothing worth loading.
+        """
+        ...
+
+    def start(self, plan: LoadPlan, blocks: Sequence[int]) -> None:
+        """Begin a load into blocks reserved for it, one per planned block."""
+        ...
+
+    def cancel(self, owner: str) -> None:
+        """Forget a request's look-ups and end its load soon; its ``LoadDone`` still comes."""
+        ...
+
+    def poll(self, now_s: float) -> list[LoadDone]:
+        """Take in what the transfer threads have done; returns the loads that have ended."""
+        ...
+
+    def offer(self, blocks: Sequence[Committed], now_s: float) -> None:
+        """Consider blocks that have just become findable in the pool for storing."""
+        ...
+
+    def touch(self, keys: Sequence[KvKey], now_s: float) -> None:
+        """Note the use of a prompt's keys."""
+        ...
+
+    def observe_step(
+        self, num_tokens: int, attended_tokens: int, decode_rows: int, elapsed_s: float
+    ) -> None:
+        """Learn from one step of the engine.
+
+        Args:
+            num_tokens: Tokens computed, decode rows included.
+            attended_tokens: Over all of them, the tokens each one attends to.
+            decode_rows: How many of them were single tokens of running samples.
+            elapsed_s: How long the model took.
+        """
+        ...
+
+    def known(self, key: KvKey) -> Literal["held", "evicted"] | None:
+        """Say whether a tier holds a block, or has held it and given it up."""
+        ...
+
+    def lend(
+        self, keys: Sequence[KvKey], owner: str, deadline_s: float
+    ) -> list[tuple[BlockRecord, memoryview]]:
+        """Pin the leading ones of some blocks that are in host memory, until the deadline."""
+        ...
+
+    def give_back(self, owner: str) -> None:
+        """End what ``lend`` gave an owner."""
+        ...
+
+    def drain_events(self) -> list[Event]:
+        """Return the KV events since the last call, in order."""
+        ...
+
+    def stats(self) -> list[TierStats]:
+        """Return the figures of every tier."""
+        ...
+
+    def decisions(self) -> list[dict[str, object]]:
+        """Return the last decisions about loads, oldest first."""
+        ...
+
+    def next_wake_s(self, now_s: float) -> float | None:
+        """Return in how many seconds to poll though nobody wakes the engine; None for never."""
+        ...
+
+    def clear(self) -> None:
+        """Forget every block of every tier."""
+        ...
+
+    def close(self) -> None:
+        """End the transfer threads and free everything."""
+        ...
