@@ -58,6 +58,10 @@ class LeaseBook:
         """Leases out."""
         return len(self._leases)
 
+    def __contains__(self, lease: Lease) -> bool:
+        """Whether a lease has not ended."""
+        return lease in self._leases
+
     def take(
         self, owner: str, reason: LeaseReason, deadline_s: float, blocks: Iterable[int]
     ) -> Lease:

@@ -49,7 +49,7 @@ class Tiers(Protocol):
         ...
 
     def offer(self, blocks: Sequence[Committed], now_s: float) -> None:
-        """Consider blocks that have just become findable in the pool for storing."""
+        """Consider blocks for storing that have become findable in the pool or were hit there."""
         ...
 
     def touch(self, keys: Sequence[KvKey], now_s: float) -> None:
@@ -69,18 +69,18 @@ class Tiers(Protocol):
         """
         ...
 
-    def known(self, key: KvKey) -> Literal["held", "evicted"] | None:
-        """Say whether a tier holds a block, or has held it and given it up."""
+    def why_missing(self, owner: str, key: KvKey) -> Literal["cold", "evicted", "gated", "failed"]:
+        """Say why a block that a request would have used was not loaded."""
         ...
 
-    def lend(
+    def pin_cpu(
         self, keys: Sequence[KvKey], owner: str, deadline_s: float
     ) -> list[tuple[BlockRecord, memoryview]]:
         """Pin the leading ones of some blocks that are in host memory, until the deadline."""
         ...
 
-    def give_back(self, owner: str) -> None:
-        """End what ``lend`` gave an owner."""
+    def unpin_cpu(self, owner: str) -> None:
+        """End what ``pin_cpu`` gave an owner."""
         ...
 
     def drain_events(self) -> list[Event]:
