@@ -14,6 +14,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import structlog
+import xxhash
 
 from gateway.replicas.leads import SharedPending
 from gateway.replicas.messages import (
@@ -230,6 +231,20 @@ class LoadExchange:
         """Pool name -> what the other gateways have in flight there."""
         return {channel.pool: channel.others for channel in self.channels.values()}
 
+    def is_first(self, pool: str, subject: str) -> bool:
+        """Say whether this gateway is the one to do something that one of them should do.
+
+        All that hear each other agree on who it is, without asking anybody: the one whose id and
+        the subject's hash together to the least. While nobody is heard, each does it itself.
+
+        Args:
+            pool: A pool's name.
+            subject: What is to be done, for example a worker's id.
+        """
+        others = self.others[pool].gateways if self.is_connected else []
+        ranks = [_rank(gateway, subject) for gateway in others]
+        return all(_rank(self._gateway, subject) < rank for rank in ranks)
+
     def age_s(self, pool: str) -> float:
         """Return how old the view of a pool's other gateways is; infinite while it is unknown."""
         return self.others[pool].age_s(self._clock())
@@ -320,3 +335,8 @@ class LoadExchange:
             async with asyncio.timeout(GOODBYE_S):
                 for name, channel in self.channels.items():
                     await self._publish(name, channel.goodbye())
+
+
+def _rank(gateway: str, subject: str) -> int:
+    """Return a gateway's place for a subject (rendezvous hashing)."""
+    return xxhash.xxh3_64_intdigest(f"{gateway} {subject}".encode())

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gateway.routing.others import OthersLoad
     from gateway.routing.plan import Plan
     from gateway.routing.pool import Pool, Worker
+    from gateway.routing.slow_start import SlowStart
     from prefix_index.index import Index
 
 # Older news of the other gateways' load than this sends them all to the same idle worker. Fresher
@@ -133,8 +134,17 @@ def _candidates(
             c.bias = health.bias(now_s)
         if books.due_s < now_s:
             c.overdue_s = now_s - books.due_s
-        if exclude or worker.draining or health.is_suspect or worker.is_apart or adapter:
+        if (
+            exclude
+            or worker.draining
+            or health.is_suspect
+            or worker.is_apart
+            or adapter
+            or worker.slow_start is not None
+        ):
             c.why = _why(worker, now_s, exclude, adapter)
+            if c.why == "ok" and worker.slow_start is not None:
+                c.why = _why_slow(worker.slow_start, c, plan.num_tokens, now_s)
             c.eligible = c.why == "ok"
         candidates.append(c)
     if not is_modelled:
@@ -240,15 +250,30 @@ def _why(worker: Worker, now_s: float, exclude: Collection[str], adapter: str) -
     return "fingerprint" if worker.is_apart else "ok"
 
 
+def _why_slow(start: SlowStart, c: Candidate, prompt_tokens: int, now_s: float) -> str:
+    """Say whether a worker whose cache is being filled may take this request.
+
+    What it holds half of already it may: that is what it was filled for.
+    """
+    if 2 * c.hit_tokens >= prompt_tokens or start.is_over(now_s) or start.lets_in(now_s):
+        return "ok"
+    return "warming"
+
+
 def _relent(candidates: list[Candidate]) -> None:
     """Nobody is left out for a doubt when nobody else would be left.
 
-    First those come back that only differ from the pool's other workers, then those that seem ill.
+    First those come back whose cache is being filled, then those that only differ from the pool's
+    other workers, then those that seem ill.
     """
     for c in candidates:
         if c.eligible:
             return
-    for whys, relented in ((("fingerprint",), "apart"), (_PANIC, "panic")):
+    for whys, relented in (
+        (("warming",), "only_warming"),
+        (("fingerprint",), "apart"),
+        (_PANIC, "panic"),
+    ):
         doubtful = [c for c in candidates if c.why in whys]
         for c in doubtful:
             c.eligible, c.why = True, relented

@@ -66,7 +66,8 @@ class Candidate(msgspec.Struct, gc=False, omit_defaults=True):
     Attributes:
         worker: Worker id.
         eligible: Whether it may be chosen; ``why`` says why (not).
-        why: Bounded: ok, panic, excluded, draining, ejected, not_ready.
+        why: Bounded: ok, panic, excluded, draining, ejected, not_ready, adapter, fingerprint,
+            apart, warming (its cache is being filled, and this is not of its share), only_warming.
         mode: How its hits are known: exact (events), approximate (own routings), text (not at all).
         hit_gpu: Matched prefix tokens held on the device, and so on per tier.
         pending_tokens: Leading tokens that a cold sibling in flight there is computing.

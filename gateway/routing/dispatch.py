@@ -44,6 +44,8 @@ __all__ = [
     "explain_json",
 ]
 
+# Who is used only since nobody else is left is not to be given work of ours.
+_ILL = ("panic", "apart")
 # Queue above which a worker has enough to do: the default of ``routing.max_wait_s``.
 MAX_WAIT_S = 2.0
 
@@ -174,6 +176,32 @@ class Dispatcher:
             self.rollout.count(plan, decision)
         worker = plan.pool.workers[decision.worker]
         return _Ticket(plan, worker, decision, self._clock, self._on_finish, self.gate)
+
+    def admit_own(
+        self, plan: Plan, worker_id: str, on_finish: Callable[[Plan, Ticket], None] | None
+    ) -> Ticket | None:
+        """Charge one worker with a request of the gateway's own, so that routing sees the load.
+
+        It is booked and learned from as any other, and counted neither as traffic by the roll-out
+        nor by whoever is told of clients' attempts. Nothing may be awaited before it is sent.
+
+        Args:
+            plan: The request, with its tokens.
+            worker_id: Where it goes.
+            on_finish: Told of the attempt once it is over.
+
+        Returns:
+            Its ticket; None if the worker takes no requests (draining, ejected, not ready, gone).
+        """
+        worker = plan.pool.workers.get(worker_id)
+        if worker is None:
+            return None
+        others = [other for other in plan.pool.workers if other != worker_id]
+        decision = choose(route_input(plan, self._clock(), others))
+        if decision.worker is None or decision.input.candidates[decision.position].why in _ILL:
+            return None
+        plan.attempts += 1
+        return _Ticket(plan, worker, decision, self._clock, on_finish, self.gate)
 
 
 class _Ticket(Ticket):

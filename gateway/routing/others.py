@@ -134,6 +134,11 @@ class OthersLoad:
         if not self._reports:
             self._sums.clear()
 
+    @property
+    def gateways(self) -> list[str]:
+        """Ids of the other gateways that are heard."""
+        return list(self._reports)
+
     def knows(self, gateway: str) -> bool:
         """Say whether a gateway is heard."""
         return gateway in self._reports

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from gateway.routing.others import OthersLoad
+    from gateway.routing.slow_start import SlowStart
     from gateway.upstream.client import Upstream
     from prefix_index.index import Index
     from prefix_index.prompts import PromptReader
@@ -71,6 +72,8 @@ class Worker:
         fingerprint: What it says about its weights, tokenizer and KV format; empty = nothing.
         is_apart: Whether it differs in that from most of its pool, so that it serves only if nobody
             else can. Written by ``gateway/fleet/fingerprints.py``.
+        slow_start: Its growing share of the requests while its cache is being filled; None = it has
+            its full share. Written by ``gateway/warm/keep.py``.
     """
 
     id: str
@@ -92,6 +95,7 @@ class Worker:
     adapters: frozenset[str] = frozenset()
     fingerprint: str = ""
     is_apart: bool = False
+    slow_start: SlowStart | None = None
     num_diverged: int = 0
     books: Books = field(default_factory=Books)
     health: Health = field(default_factory=Health)
