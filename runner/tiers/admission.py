@@ -1,0 +1,85 @@
+"""Whether a block is worth storing: the odds that it comes back against what writing costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runner.tiers.pricing import Pricing
+    from runner.tiers.reuse import ReuseHistory
+    from runner.tiers.types import BlockRecord, TierName
+
+# Above this a tier takes only what has been asked for twice: the simulation of bench/eviction.py.
+NEARLY_FULL = 0.9
+SECOND_TOUCH = 2
+
+# Blocks at the start of a sequence, a system prompt's length: stored at once while there is room.
+_FIRST_BLOCKS = 4
+
+# A block comes back as part of a prefix; so many share the latency of one read.
+_TYPICAL_BLOCKS = 16
+
+# A write queue of this length makes writing twice as dear.
+_QUEUE_DOUBLES_S = 0.1
+
+# Until so many reads have been seen, the tier's rate is a cautious guess, and a tier that nothing
+# is stored on would never be measured.
+_MEASURED_READS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Owned by the engine thread.
+
+    Attributes:
+        pricing: What things cost.
+        history: How often blocks come back.
+    """
+
+    pricing: Pricing
+    history: ReuseHistory
+
+    def worth_storing(
+        self,
+        tier: TierName,
+        record: BlockRecord,
+        touches: int,
+        fullness: float,
+        queued_bytes: int,
+        now_s: float,
+    ) -> bool:
+        """Return whether to write a block, ``p_reuse * gain > write seconds * pressure``.
+
+        Args:
+            tier: Where to.
+            record: Which block.
+            touches: Requests that had it in their prompt, the one that computed it included.
+            fullness: Share of the tier's room in use (0..1).
+            queued_bytes: Waiting to be written there.
+            now_s: Monotonic.
+        """
+        self.history.offered(record.key, record.depth, touches)
+        if fullness > NEARLY_FULL and touches < SECOND_TOUCH:
+            return False
+        gain_s = self._gain_s(tier, record.depth)
+        if gain_s <= 0:
+            return False
+        transfers, num_bytes = self.pricing.transfers, self.pricing.block_bytes
+        write_s = transfers.expect_s(tier, "write", _TYPICAL_BLOCKS * num_bytes) / _TYPICAL_BLOCKS
+        queue_s = transfers.expect_s(tier, "write", num_bytes, queued_bytes) - write_s
+        pressure = 1.0 + max(0.0, queue_s) / _QUEUE_DOUBLES_S
+        likely = self.history.likelihood(record.depth, touches)
+        if record.depth < _FIRST_BLOCKS and fullness <= NEARLY_FULL:
+            likely = 1.0
+        return likely * gain_s > write_s * pressure
+
+    def _gain_s(self, tier: TierName, depth: int) -> float:
+        """Return what one block saves when it is read back among its neighbours."""
+        pricing = self.pricing
+        first = max(0, depth + 1 - _TYPICAL_BLOCKS)
+        num_blocks = _TYPICAL_BLOCKS
+        start_tokens = first * pricing.block_tokens
+        if pricing.transfers.count(tier, "read") < _MEASURED_READS:
+            return pricing.recompute_s(start_tokens, num_blocks) / num_blocks
+        return pricing.saved_s(tier, start_tokens, num_blocks) / num_blocks

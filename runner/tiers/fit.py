@@ -1,0 +1,134 @@
+"""A duration as a non-negative sum of features, learned while it is used.
+
+Recursive least squares with forgetting, in information form: only sums are kept, and solving them
+is put off until somebody asks. What is minimised is the relative error, so that short and long
+durations teach alike, and one that was k times too slow (the machine was busy) weighs 1/k^2.
+
+Source: L. Ljung, System Identification (1999), 11.2; coordinate descent for non-negative least
+squares: Franc, Hlavac, Navara (2005).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Of one observation: enough to settle what the data leave open, too little to argue with them.
+_START_WEIGHT = 0.002
+
+# A clock that ticked late must not become the truth: small durations weigh most.
+_MAX_SPEEDUP = 8.0
+
+# Shorter than any step or transfer; keeps the division by a duration finite.
+_MIN_ELAPSED_S = 1e-6
+
+# A day: longer is a stopped clock or a suspended machine.
+_MAX_ELAPSED_S = 86_400.0
+
+# A term may be this much larger than its share in the start values.
+_MAX_FACTOR = 1e4
+
+_MAX_SWEEPS = 50
+_TOLERANCE = 1e-5
+
+# Solved after each of the first observations, then only when asked and every so many.
+_SETTLED = 16
+
+
+class RelativeFit:
+    """Learns ``seconds = sum(weight[i] * feature[i])``; one thread.
+
+    Args:
+        start: Weights to begin with. Once there are observations only their proportions count:
+            they share out what the observations cannot tell apart.
+        memory: After how many observations of a group one has lost two thirds of its weight.
+        groups: Kinds of observations that are forgotten apart, so that many of one kind do not
+            wash out the few of another.
+    """
+
+    __slots__ = (
+        "_decay",
+        "_factors",
+        "_products",
+        "_start",
+        "_sums",
+        "_unsolved",
+        "count",
+        "weights",
+    )
+
+    def __init__(self, start: Sequence[float], *, memory: float, groups: int = 1) -> None:
+        size = len(start)
+        self._start = tuple(start)
+        self._decay = math.exp(-1.0 / memory)
+        self._products = [[[0.0] * size for _ in start] for _ in range(groups)]
+        self._sums = [[0.0] * size for _ in range(groups)]
+        self._factors = [1.0] * size
+        self._unsolved = 0
+        self.count = 0
+        self.weights = self._start
+
+    def observe(self, features: Sequence[float], elapsed_s: float, group: int = 0) -> None:
+        """Learn from one duration; what cannot be one (negative, not finite) is ignored."""
+        if not 0 <= elapsed_s <= _MAX_ELAPSED_S:
+            return
+        floor_s = self._value(features) / _MAX_SPEEDUP if self.count else 0.0
+        shares = [feature / max(elapsed_s, floor_s, _MIN_ELAPSED_S) for feature in features]
+        sums, products = self._sums[group], self._products[group]
+        for row, share in enumerate(shares):
+            sums[row] = sums[row] * self._decay + share
+            line = products[row]
+            for column, other in enumerate(shares):
+                line[column] = line[column] * self._decay + share * other
+        self.count += 1
+        self._unsolved += 1
+        if self.count < _SETTLED or self._unsolved >= _SETTLED:
+            self._solve()
+
+    def expect_s(self, features: Sequence[float]) -> float:
+        """Return the duration to expect."""
+        if self._unsolved:
+            self._solve()
+        return self._value(features)
+
+    def solved(self) -> tuple[float, ...]:
+        """Return the weights as all observations have them."""
+        if self._unsolved:
+            self._solve()
+        return self.weights
+
+    def _value(self, features: Sequence[float]) -> float:
+        return sum(map(float.__mul__, self.weights, map(float, features)))
+
+    def _solve(self) -> None:
+        """Find the weights that fit best and lie near the start values, scaled to the data."""
+        self._unsolved = 0
+        size = range(len(self._start))
+        products = [[sum(group[i][j] for group in self._products) for j in size] for i in size]
+        sums = [sum(group[i] for group in self._sums) for i in size]
+        start = self._start
+        along = sum(start[i] * sums[i] for i in size)
+        square = sum(start[i] * start[j] * products[i][j] for i in size for j in size)
+        if not square > 0:
+            return
+        scaled = [weight * along / square for weight in start]
+        matrix = [[scaled[i] * scaled[j] * products[i][j] for j in size] for i in size]
+        target = [scaled[i] * sums[i] + _START_WEIGHT for i in size]
+        _descend(matrix, target, self._factors)
+        self.weights = tuple(scaled[i] * self._factors[i] for i in size)
+
+
+def _descend(matrix: list[list[float]], target: list[float], factors: list[float]) -> None:
+    """Move ``factors`` to the minimum within their bounds, one coordinate after the other."""
+    for _ in range(_MAX_SWEEPS):
+        moved = 0.0
+        for i, row in enumerate(matrix):
+            rest = target[i] - sum(map(float.__mul__, row, factors)) + row[i] * factors[i]
+            best = min(max(rest / (row[i] + _START_WEIGHT), 0.0), _MAX_FACTOR)
+            moved = max(moved, abs(best - factors[i]))
+            factors[i] = best
+        if moved < _TOLERANCE:
+            return

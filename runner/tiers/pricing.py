@@ -1,0 +1,173 @@
+"""What restoring some blocks costs and what computing them would.
+
+Within a run of blocks on one tier the gain grows faster than the run, since later tokens attend to
+more: the best place to cut lies at the end of a run, so only those are priced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from runner.tiers.decision import Run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from runner.tiers.step_model import StepModel
+    from runner.tiers.transfer_model import TransferModel
+    from runner.tiers.types import TierName
+
+# Weight of the newest observation in what is neither transfer nor compute.
+_NEWEST_SHARE = 0.1
+
+# Handing one run to the transfer threads, until measured.
+_START_SUBMIT_S = 100e-6
+
+# From the last byte to the step that uses it, until measured.
+_START_TURN_S = 200e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Leading blocks up to one place, with their price in seconds; ``GainDecision`` has the words.
+
+    The gain is ``weight * delivered * recompute - restore - management``.
+    """
+
+    runs: tuple[Run, ...]
+    source: str
+    num_blocks: int
+    recompute_s: float
+    restore_s: float
+    restore_p90_s: float
+    management_s: float
+    delivered: float
+    gain_s: float
+
+
+@dataclass(slots=True)
+class Overhead:
+    """Moving averages of what a load costs beside its transfers.
+
+    Looking up is not among it: when a decision is made, that has been paid.
+
+    Attributes:
+        submit_s: Handing one run to the transfer threads.
+        turn_s: From the last byte to the step that uses the blocks.
+    """
+
+    submit_s: float = _START_SUBMIT_S
+    turn_s: float = _START_TURN_S
+
+    def observe_submit(self, num_runs: int, elapsed_s: float) -> None:
+        """Learn from the start of one load."""
+        if num_runs > 0 and elapsed_s >= 0:
+            self.submit_s += _NEWEST_SHARE * (elapsed_s / num_runs - self.submit_s)
+
+    def observe_turn(self, elapsed_s: float) -> None:
+        """Learn from how long a finished load lay before the engine saw it."""
+        if elapsed_s >= 0:
+            self.turn_s += _NEWEST_SHARE * (elapsed_s - self.turn_s)
+
+    def expect_s(self, num_runs: int) -> float:
+        """Return what a load of so many runs costs beside its transfers."""
+        return self.turn_s + num_runs * self.submit_s
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """Prices loads with what has been measured. Owned by the engine thread.
+
+    Attributes:
+        steps: What computing costs.
+        transfers: What moving costs.
+        block_tokens: Tokens of a block.
+        block_bytes: Bytes of a block.
+        chunk_tokens: Most tokens of a step.
+        overhead: What else a load costs.
+    """
+
+    steps: StepModel
+    transfers: TransferModel
+    block_tokens: int
+    block_bytes: int
+    chunk_tokens: int
+    overhead: Overhead = field(default_factory=Overhead)
+
+    def recompute_s(self, start_tokens: int, num_blocks: int) -> float:
+        """Return what computing blocks after ``start_tokens`` would cost."""
+        return self.steps.recompute_s(
+            start_tokens, num_blocks * self.block_tokens, self.chunk_tokens
+        )
+
+    def restore_s(self, run: Run, source: str = "") -> float:
+        """Return what reading one run takes with nothing before it."""
+        num_bytes = run.num_blocks * self.block_bytes
+        return self.transfers.expect_s(run.tier, "read", num_bytes, source=source)
+
+    def saved_s(self, tier: TierName, start_tokens: int, num_blocks: int) -> float:
+        """Return what having blocks on an idle tier saves when they are asked for."""
+        saved_s = self.recompute_s(start_tokens, num_blocks)
+        return saved_s - self.restore_s(Run(tier, num_blocks)) - self.overhead.expect_s(1)
+
+    def offers(
+        self,
+        runs: Sequence[Run],
+        start_tokens: int,
+        weight: float,
+        queued: Mapping[TierName, int],
+        delivered: Callable[[TierName], float],
+        source: str = "",
+    ) -> Iterator[Offer]:
+        """Yield the price of every cut at the end of a run, nearest first.
+
+        Runs are read one after the other, and each waits for what was asked of its tier before.
+
+        Args:
+            runs: In order.
+            start_tokens: Tokens before them.
+            weight: What a second of compute is worth.
+            queued: Bytes waiting to be read, by tier.
+            delivered: Share of blocks expected to arrive from a tier.
+            source: The peer they come from.
+        """
+        num_blocks, restore_s, p90_s = 0, 0.0, 0.0
+        arriving = 1.0
+        seen: set[TierName] = set()
+        for place, run in enumerate(runs, 1):
+            num_bytes = run.num_blocks * self.block_bytes
+            before = 0 if run.tier in seen else queued.get(run.tier, 0)
+            if run.tier not in seen:
+                seen.add(run.tier)
+                arriving *= delivered(run.tier)
+            num_blocks += run.num_blocks
+            restore_s += self.transfers.expect_s(run.tier, "read", num_bytes, before, source)
+            p90_s += self.transfers.p90_s(run.tier, "read", num_bytes, before, source)
+            recompute_s = self.recompute_s(start_tokens, num_blocks)
+            management_s = self.overhead.expect_s(place)
+            yield Offer(
+                runs=tuple(runs[:place]),
+                source=source,
+                num_blocks=num_blocks,
+                recompute_s=recompute_s,
+                restore_s=restore_s,
+                restore_p90_s=p90_s,
+                management_s=management_s,
+                delivered=arriving,
+                gain_s=weight * arriving * recompute_s - restore_s - management_s,
+            )
+
+
+def cut(runs: Sequence[Run], max_blocks: int) -> tuple[Run, ...]:
+    """Return the leading ``max_blocks`` blocks, neighbouring runs of one tier as one."""
+    kept: list[Run] = []
+    for run in runs:
+        num_blocks = min(run.num_blocks, max_blocks)
+        if num_blocks < 1:
+            break
+        max_blocks -= num_blocks
+        if kept and kept[-1].tier == run.tier:
+            num_blocks += kept.pop().num_blocks
+        kept.append(Run(run.tier, num_blocks))
+    return tuple(kept)

@@ -1,0 +1,172 @@
+"""How long a tier takes to move bytes, learned from every finished transfer."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING, TypeAlias
+
+from runner.tiers.fit import RelativeFit
+
+if TYPE_CHECKING:
+    from runner.tiers.types import Direction, TierName
+
+# (latency in seconds, bytes per second) believed before the first transfer. Low on purpose: a
+# rate four times too high costs more than one four times too low, and a probe soon knows better.
+_START: dict[TierName, tuple[float, float]] = {
+    "cpu": (100e-6, 1e9),
+    "disk": (500e-6, 200e6),
+    "remote": (1e-3, 100e6),
+    "peer": (2e-3, 100e6),
+}
+
+# In transfers.
+_MEMORY = 64.0
+
+# How far the tier is from its line at the moment: half of a sudden slowness is believed at once.
+_DRIFT_SHARE = 0.4
+
+# How far transfers of one size are from it: a habit, not a mood.
+_SIZE_SHARE = 0.1
+
+# A size differs from the line by its pieces, at most fourfold; beyond that the tier is slow.
+_MAX_SIZE_LOG = math.log(4.0)
+
+# A stopped clock must not take a tier out for good.
+_MAX_DRIFT_LOG = math.log(1e5)
+
+# Sizes of 64 KiB and less, then one class per factor of four, the last from 256 MiB.
+_SMALLEST_BYTES_LOG2 = 16
+_NUM_SIZES = 8
+
+# Enough for a ninetieth percentile.
+_MAX_RECENT = 64
+
+# Peers come from the configuration; this bounds what a mistake there can grow.
+_MAX_LINES = 256
+
+_Key: TypeAlias = "tuple[TierName, Direction, str]"
+
+
+class TransferModel:
+    """Expected seconds per tier and direction; for peers per pair. Owned by the engine thread."""
+
+    def __init__(self) -> None:
+        self._lines: dict[_Key, _Line] = {}
+
+    def observe(
+        self,
+        tier: TierName,
+        direction: Direction,
+        num_bytes: int,
+        elapsed_s: float,
+        source: str = "",
+    ) -> None:
+        """Learn from one finished transfer, one call of a store.
+
+        Args:
+            tier: Which.
+            direction: From its side: ``read`` brings blocks up.
+            num_bytes: All that the call moved.
+            elapsed_s: Since it began to move, without its wait in our queue.
+            source: The peer's address.
+        """
+        if num_bytes < 1 or not math.isfinite(elapsed_s) or elapsed_s < 0:
+            return
+        key = (tier, direction, source)
+        line = self._lines.get(key)
+        if line is None:
+            if len(self._lines) >= _MAX_LINES:
+                self._lines.pop(next(iter(self._lines)))
+            line = self._lines[key] = _Line(*_START[tier])
+        line.observe(num_bytes, elapsed_s)
+
+    def expect_s(
+        self,
+        tier: TierName,
+        direction: Direction,
+        num_bytes: int,
+        queued_bytes: int = 0,
+        source: str = "",
+    ) -> float:
+        """Return when ``num_bytes`` should be there, ``queued_bytes`` being before them."""
+        return self._line(tier, direction, source).expect_s(num_bytes, queued_bytes)
+
+    def p90_s(
+        self,
+        tier: TierName,
+        direction: Direction,
+        num_bytes: int,
+        queued_bytes: int = 0,
+        source: str = "",
+    ) -> float:
+        """Return by when nine of ten such transfers are there."""
+        line = self._line(tier, direction, source)
+        return line.expect_s(num_bytes, queued_bytes) * line.tail()
+
+    def count(self, tier: TierName, direction: Direction, source: str = "") -> int:
+        """Return how many transfers have been seen."""
+        return self._line(tier, direction, source).count
+
+    def believe_latest(self, tier: TierName, direction: Direction, source: str = "") -> None:
+        """Take the tier's speed from its latest transfer alone: it has come back."""
+        line = self._lines.get((tier, direction, source))
+        if line is not None:
+            line.believe_latest()
+
+    def _line(self, tier: TierName, direction: Direction, source: str) -> _Line:
+        return self._lines.get((tier, direction, source)) or _Line(*_START[tier])
+
+
+class _Line:
+    """Latency and rate, times how the tier does now, times how it does with that size."""
+
+    __slots__ = ("_drift_log", "_fit", "_latest_log", "_recent", "_size_logs")
+
+    def __init__(self, latency_s: float, bytes_per_s: float) -> None:
+        self._fit = RelativeFit((latency_s, 1.0 / bytes_per_s), memory=_MEMORY)
+        self._drift_log = 0.0
+        self._latest_log = 0.0
+        self._size_logs = [0.0] * _NUM_SIZES
+        self._recent: deque[float] = deque(maxlen=_MAX_RECENT)
+
+    @property
+    def count(self) -> int:
+        return self._fit.count
+
+    def observe(self, num_bytes: int, elapsed_s: float) -> None:
+        if self._fit.count:
+            self._recent.append(elapsed_s / max(self.expect_s(num_bytes, 0), 1e-9))
+        self._fit.observe((1.0, float(num_bytes)), elapsed_s)
+        size = _size_class(num_bytes)
+        off_log = math.log(max(elapsed_s, 1e-9) / self._fit.expect_s((1.0, float(num_bytes))))
+        rest_log = off_log - self._size_logs[size]
+        self._drift_log += _DRIFT_SHARE * (rest_log - self._drift_log)
+        self._drift_log = _within(self._drift_log, _MAX_DRIFT_LOG)
+        self._size_logs[size] += _SIZE_SHARE * (off_log - self._drift_log - self._size_logs[size])
+        self._size_logs[size] = _within(self._size_logs[size], _MAX_SIZE_LOG)
+        self._latest_log = rest_log
+
+    def believe_latest(self) -> None:
+        self._drift_log = _within(self._latest_log, _MAX_DRIFT_LOG)
+
+    def expect_s(self, num_bytes: int, queued_bytes: int) -> float:
+        latency_s, per_byte_s = self._fit.solved()
+        size_factor = math.exp(self._size_logs[_size_class(num_bytes)])
+        own_s = (latency_s + num_bytes * per_byte_s) * size_factor
+        return (own_s + queued_bytes * per_byte_s) * math.exp(self._drift_log)
+
+    def tail(self) -> float:
+        """Return how much longer than expected the ninetieth percentile takes, at least 1."""
+        if not self._recent:
+            return 1.0
+        ordered = sorted(self._recent)
+        return max(1.0, ordered[-(-len(ordered) * 9 // 10) - 1])
+
+
+def _size_class(num_bytes: int) -> int:
+    return min((num_bytes >> _SMALLEST_BYTES_LOG2).bit_length() // 2, _NUM_SIZES - 1)
+
+
+def _within(value: float, bound: float) -> float:
+    return min(max(value, -bound), bound)
