@@ -17,6 +17,7 @@ OWNERS = {
     "replay": "gateway",
     "config": "gateway",
     "runner": "runner",
+    "warmup": "warmup",
 }
 
 # What only the extra `runner` installs; the gateway alone does without.
@@ -30,6 +31,7 @@ USAGE = """usage: warmlane COMMAND [OPTIONS]
   explain    say where a request would go, and why
   doctor     say what costs prefix hits, and what to do about it
   workers    list the workers of a running gateway
+  warmup     make documents warm before their users come, and prove it
   replay     play a trace or a decision log on a simulated fleet, and compare policies
   config     check, show or describe the configuration
 
@@ -47,8 +49,9 @@ def main(argv: list[str] | None = None) -> int:
     if owner is None:
         sys.stderr.write(f"warmlane: unknown command {args[0]!r}\n\n{USAGE}")
         return 2
-    # The runner is one command; the gateway has several and reads the name itself.
-    rest = args[1:] if owner == "runner" else args
+    # The runner is one command and the warm-up has an app of its own; the gateway has several and
+    # reads the name itself.
+    rest = args[1:] if owner in ("runner", "warmup") else args
     try:
         entry = importlib.import_module(f"{owner}.__main__")
         return int(entry.main(rest) or 0)

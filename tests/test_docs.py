@@ -16,7 +16,7 @@ PAGES = sorted(
     if ".venv" not in page.parts
 )
 # `path/file.py` or `path/`, as the pages write them.
-NAMED = re.compile(r"`((?:gateway|prefix_index|runner|bench|tests|docs|deploy)/[\w./-]*)`")
+NAMED = re.compile(r"`((?:gateway|prefix_index|runner|warmup|bench|tests|docs|deploy)/[\w./-]*)`")
 LINKED = re.compile(r"\]\(([^)#:]+)\)")
 
 
