@@ -57,6 +57,7 @@ def make_fleet(num_workers: int, rng: Random, *, pulls: bool) -> Pool:
     for k in range(num_workers):
         speed = CostModel(3.25e-5 * rng.uniform(0.9, 1.1), 1.17e-9, 0.004, 5.2e-8)
         worker = Worker(f"w{k}", "", mode="exact", learner=Learner(speed), can_pull=pulls)
+        worker.serves_peers = pulls
         worker.capacity_tokens = 400_000
         workers.append(worker)
     tokenizer = PromptTokenizer.from_dir(Path("models/smollm2"))

@@ -13,6 +13,7 @@ import orjson
 
 from gateway.errors import UpstreamError
 from gateway.fleet.adapters import cards, fetch_models, take_adapters
+from gateway.fleet.peers import PeerWatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +65,7 @@ class Identity:
 
     Args:
         pool: Its pool.
-        workers: Its workers, one for each rank; get adapters and fingerprint. May change.
+        workers: Its workers, one for each rank; get adapters, fingerprint and peers. May change.
         upstream: Its connections.
     """
 
@@ -73,6 +74,7 @@ class Identity:
         self._workers = workers
         self._upstream = upstream
         self._tokenizer: str | None = None
+        self._peers = PeerWatch(pool, workers, upstream)
 
     def restarted(self) -> None:
         """Ask everything anew: the engine's process is another one."""
@@ -93,6 +95,8 @@ class Identity:
         for worker in self._workers:
             take_adapters(self._pool, worker, document)
             tell(self._pool, worker, fingerprint)
+        if self._pool.engine == "runner":
+            await self._peers.check()
 
 
 def weights_of(document: object) -> str:

@@ -185,6 +185,7 @@ class OursRouter:
                     max_batched_tokens=model.max_batched_tokens,
                     learner=learner,
                     can_pull=self._can_pull,
+                    serves_peers=self._can_pull,
                 )
             )
 

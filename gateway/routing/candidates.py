@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gateway.routing.choose import RouteInput
 from gateway.routing.cost import EVICTION_FILL, MEMORY_FILL, OUTPUT_ALLOWANCE_TOKENS, Candidate
 from gateway.routing.learner import slowest
-from gateway.routing.sources import can_pull, find_sources
+from gateway.routing.sources import can_pull, find_sources, reaches
 from prefix_index.blocks import usable_blocks
 from prefix_index.index import Hit
 
@@ -183,7 +183,10 @@ def _take_sources(request: RouteInput, pool: Pool, hits: Mapping[str, Hit]) -> N
         return
     request.sources, fingerprint = find_sources(pool, hits)
     for c in pulling:
-        if pool.workers[c.worker].fingerprint != fingerprint:
+        worker = pool.workers[c.worker]
+        # Of a few sources with about as many tokens any may turn out the cheapest.
+        is_barred = not all(reaches(worker, pool, source) for source in request.sources)
+        if worker.fingerprint != fingerprint or is_barred:
             c.can_pull = False
 
 

@@ -64,9 +64,11 @@ class Worker:
         last_event_s: When its last KV event came (monotonic).
         reports_cached: Whether it ever reported more than 0 cached tokens.
         parity: 1 = its token count equals ours, 0 = it differed last time, -1 = unknown.
-        can_pull: Whether it can fetch KV from another worker; told by it or by configuration.
+        can_pull: Whether it can fetch KV from another worker, as it says itself.
         pull_style: How it is told where from: ``runner`` (``kv_transfer_params.source``),
             ``llm-d`` (a header); empty = not at all.
+        pull_peers: URLs of the workers that a ``runner`` may be sent to; it refuses all others.
+        serves_peers: Whether it hands its blocks to other workers.
         rank: Its data-parallel rank, where one URL stands for several; None = there are none.
         adapters: LoRA adapters it serves as models.
         fingerprint: What it says about its weights, tokenizer and KV format; empty = nothing.
@@ -91,6 +93,8 @@ class Worker:
     parity: int = -1
     can_pull: bool = False
     pull_style: PullStyle = ""
+    pull_peers: frozenset[str] = frozenset()
+    serves_peers: bool = False
     rank: int | None = None
     adapters: frozenset[str] = frozenset()
     fingerprint: str = ""

@@ -77,7 +77,15 @@ def _may_give(pool: Pool, worker: Worker) -> bool:
     """Whether a worker's hits can be fetched from it at all."""
     if worker.is_apart or not worker.health.ready or not pool.is_readable(worker):
         return False
-    return worker.can_pull or pool.peer_pull == "llm-d"
+    return worker.serves_peers or pool.peer_pull == "llm-d"
+
+
+def reaches(worker: Worker, pool: Pool, source: Source) -> bool:
+    """Whether a worker may be sent to a source: a bundled runner refuses all but its peers."""
+    if worker.pull_style != "runner" or source.worker == STORE or source.worker == worker.id:
+        return True
+    peer = pool.workers.get(source.worker)
+    return peer is not None and peer.url in worker.pull_peers
 
 
 class PullRequest(msgspec.Struct, frozen=True):
@@ -141,7 +149,7 @@ def pull_request(decision: Decision, pool: Pool) -> PullRequest | None:
     if chosen.source == "store":
         return None  # engines find the store's blocks by themselves
     peer = pool.workers.get(source_id(chosen.source))
-    if peer is None:
+    if peer is None or not reaches(worker, pool, Source(peer.id, chosen.hit_tokens)):
         return None
     style = worker.pull_style or ("llm-d" if pool.peer_pull == "llm-d" else "runner")
     if style == "runner":

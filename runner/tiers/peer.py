@@ -56,7 +56,8 @@ class PeerFigures:
         blocks: Blocks that came.
         bytes: Their bytes.
         tokens: Their tokens.
-        seconds: Time of the pulls in which any came, from asking to the last block.
+        seconds: Time of all pulls, also of those in which little or nothing came: what a peer is
+            worth asking for.
         failed: Pulls that ended early, for any reason but that the peer had no more.
     """
 
@@ -135,7 +136,7 @@ class PeerStore:
                 known.blocks + num_blocks,
                 known.bytes + num_blocks * self.block_bytes,
                 known.tokens + num_blocks * self._block_size,
-                known.seconds + (elapsed_s if num_blocks else 0.0),
+                known.seconds + elapsed_s,
                 known.failed + has_failed,
             )
 

@@ -72,6 +72,14 @@ def make_pool(
     return Pool("chat", models=["m"], workers=workers, **options)
 
 
+def let_pull(pool: Pool, style: str = "runner") -> None:
+    """Let all workers fetch KV from each other."""
+    urls = frozenset(worker.url for worker in pool.workers.values())
+    for worker in pool.workers.values():
+        worker.can_pull, worker.serves_peers = True, True
+        worker.pull_style, worker.pull_peers = style, urls  # type: ignore[assignment]
+
+
 def dispatcher(pool: Pool, clock: Clock) -> Dispatcher:
     return Dispatcher([pool], clock=clock, seed=1)
 

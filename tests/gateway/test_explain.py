@@ -12,7 +12,16 @@ from gateway.routing.dispatch import Inbound, Outcome, Plan, Ticket
 from gateway.routing.explain import decide_again, explain_json
 from gateway.routing.others import OthersLoad
 from prefix_index.segments import Layout
-from tests.gateway.routing_parts import BLOCK, Clock, chat, dispatcher, hold, ids, make_pool
+from tests.gateway.routing_parts import (
+    BLOCK,
+    Clock,
+    chat,
+    dispatcher,
+    hold,
+    ids,
+    let_pull,
+    make_pool,
+)
 
 FIELDS = {
     "request_id",
@@ -166,8 +175,8 @@ async def test_the_index_age_is_that_of_the_newest_event() -> None:
 async def test_a_thousand_live_decisions_agree_with_what_explain_says_of_them() -> None:
     pool, clock = make_pool(6), Clock()
     pool.others = OthersLoad()
+    let_pull(pool)
     for worker in pool.workers.values():
-        worker.can_pull, worker.pull_style = True, "runner"
         worker.capacity_tokens, worker.cpu_capacity_tokens = 60_000, 60_000
     routes, rng = dispatcher(pool, clock), Random(4)
     documents = ["".join(rng.choices("abcdefgh ", k=3000)) for _ in range(20)]

@@ -11,7 +11,7 @@ import pytest
 from gateway.proxy.outbound import Outbound, outbound
 from gateway.routing.dispatch import Outcome, Plan
 from gateway.routing.pool import Pool
-from tests.gateway.routing_parts import Clock, chat, dispatcher, hold, make_pool
+from tests.gateway.routing_parts import Clock, chat, dispatcher, hold, let_pull, make_pool
 
 TEXT = "a document of some length that one worker holds " * 200
 
@@ -55,9 +55,8 @@ async def pulling_pool(style: str = "runner") -> Pool:
     pool.workers["w0"].books.charge(
         1000.0, prompt_tokens=100_000, uncached_tokens=100_000, prefill_s=50.0
     )
+    let_pull(pool, style)
     for worker in pool.workers.values():
-        worker.can_pull = True
-        worker.pull_style = style  # type: ignore[assignment]
         worker.learner.pull_rates.update({"w0": 1e6, "": 1e6})
     return pool
 

@@ -15,7 +15,16 @@ from gateway.routing.pool import Pool
 from gateway.routing.pull import MIN_PULL_TOKENS, PULL_LATENCY_S, PULL_START
 from gateway.routing.sources import PullRequest, find_sources, pull_request
 from prefix_index.index import Hit
-from tests.gateway.routing_parts import BLOCK, Clock, dispatcher, hold, ids, is_idle, make_pool
+from tests.gateway.routing_parts import (
+    BLOCK,
+    Clock,
+    dispatcher,
+    hold,
+    ids,
+    is_idle,
+    let_pull,
+    make_pool,
+)
 
 # A token is a millisecond of prefill; links are twenty times faster where nothing else is said.
 MODEL = CostModel(1e-3, 0.0, 0.01, 0.0, 4000.0, 500.0, 500.0)
@@ -156,8 +165,8 @@ def test_computing_again_is_chosen_where_the_own_lower_tier_is_too_slow() -> Non
 
 def pulling_pool(num_workers: int = 3, **options: Any) -> Pool:
     pool = make_pool(num_workers, model=MODEL, **options)
+    let_pull(pool)
     for each in pool.workers.values():
-        each.can_pull, each.pull_style = True, "runner"
         each.learner.observe_pull("w0", tokens=100_000, seconds=100_000 / RATE)
     return pool
 
@@ -256,7 +265,7 @@ def test_a_draining_worker_may_give_and_an_ill_or_different_one_may_not() -> Non
     pool.drain("w0")
     pool.workers["w1"].health.ready = False
     pool.workers["w2"].is_apart = True
-    pool.workers["w3"].can_pull = False
+    pool.workers["w3"].serves_peers = False
     sources, _ = find_sources(pool, dict.fromkeys(pool.workers, HELD))
 
     assert sources == [Source("w0", 5120)]
