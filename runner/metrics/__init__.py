@@ -1,0 +1,6 @@
+"""Prometheus text of one runner; ``recorder`` says which names there are."""
+
+from runner.metrics.recorder import RunnerMetrics
+from runner.metrics.window import WINDOW_S
+
+__all__ = ["WINDOW_S", "RunnerMetrics"]
