@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from runner.metrics.identity import Identity
-    from runner.metrics.savings import Savings
+    from runner.metrics.transfers import TransferMeter
     from runner.types import EngineStats
 
 
@@ -26,7 +26,7 @@ class EngineFigures(Collector):
     Args:
         identity: Labels.
         stats: Reads the engine's figures.
-        savings: What restores were to save and did.
+        transfers: What transfers and restores report themselves.
         start_s: Unix time that marks this runner's epoch.
     """
 
@@ -34,12 +34,12 @@ class EngineFigures(Collector):
         self,
         identity: Identity,
         stats: Callable[[], EngineStats],
-        savings: Savings,
+        transfers: TransferMeter,
         start_s: float,
     ) -> None:
         self._identity = identity
         self._stats = stats
-        self._savings = savings
+        self._transfers = transfers
         self._start_s = start_s
 
     def describe(self) -> Iterable[Metric]:
@@ -126,7 +126,7 @@ class EngineFigures(Collector):
     def _lower_tiers(self, stats: EngineStats) -> Iterator[Metric]:
         text = "Requests whose KV is on its way."
         yield self._identity.gauge("warmlane_runner_requests_loading", text, stats.num_loading)
-        savings = self._savings
+        transfers = self._transfers
         for name, text, value in (
             (
                 "restore_stall_seconds",
@@ -136,23 +136,23 @@ class EngineFigures(Collector):
             (
                 "reuse_gain_predicted_seconds",
                 "Time that finished restores were expected to save.",
-                savings.predicted_s,
+                transfers.predicted_s,
             ),
             (
                 "reuse_gain_actual_seconds",
                 "Time that restores quicker than computing saved.",
-                savings.gained_s,
+                transfers.gained_s,
             ),
             (
                 "reuse_loss_actual_seconds",
                 "Time that restores slower than computing lost.",
-                savings.lost_s,
+                transfers.lost_s,
             ),
         ):
             yield self._identity.counter(f"warmlane_runner_{name}", text, value)
 
     def _stall_s(self, stats: EngineStats) -> float:
-        return stats.stall_s_total + self._savings.stalled_s
+        return stats.stall_s_total + self._transfers.stalled_s
 
 
 def _misses(stats: EngineStats) -> int:

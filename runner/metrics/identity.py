@@ -20,6 +20,14 @@ Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily | UnknownMetricFamil
 Rows: TypeAlias = "Iterable[tuple[tuple[str, ...], float | None]]"
 """Label values and what was reported under them; None for what nobody reports."""
 
+# One runner process is one engine.
+ENGINE = "0"
+
+
+def typed_labels(model: str) -> dict[str, str]:
+    """Return the labels of everything typed, as vLLM has them."""
+    return {"model_name": model, "engine": ENGINE}
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:

@@ -18,9 +18,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 
 from runner.metrics.engine_figures import EngineFigures
-from runner.metrics.identity import Identity
+from runner.metrics.identity import Identity, typed_labels
 from runner.metrics.peer_figures import PeerFigures
-from runner.metrics.savings import Savings
+from runner.metrics.transfers import TransferMeter
 from runner.metrics.window import First, Window, WindowFigures
 from runner.types import FinishReason, HitSource
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from runner.metrics.peer_figures import Pulled, Served
-    from runner.tiers.types import Direction, TierName
     from runner.types import EngineStats
 
 # vLLM's buckets, so that its dashboards show the runner without change.
@@ -36,15 +35,6 @@ TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-
-# From one block within a host to a prefix from a disk that hangs.
-TRANSFER_BUCKETS_S = (
-    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
-)
-
-# One runner process is one engine.
-ENGINE = "0"
 
 TtftSource: TypeAlias = HitSource | Literal["cold"]
 """The farthest place a prompt's KV came from; ``cold`` if none of it was cached."""
@@ -57,6 +47,7 @@ class RunnerMetrics:
         model: Served model name.
         worker: How this runner is told from others, ``host:port``.
         stats: Reads the engine's figures.
+        transfers: Where the tiers report to; None without lower tiers.
         pulls: What was pulled from each peer; None if there are none.
         served: What was served to peers; None if nothing is.
         clock: Monotonic seconds.
@@ -69,19 +60,18 @@ class RunnerMetrics:
         model: str,
         worker: str,
         stats: Callable[[], EngineStats],
+        transfers: TransferMeter | None = None,
         pulls: Callable[[], Mapping[str, Pulled]] | None = None,
         served: Callable[[], Served] | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._registry = CollectorRegistry()
-        self._labels = {"model_name": model, "engine": ENGINE}
-        self._savings = Savings()
+        self._labels = typed_labels(model)
         self._firsts: Window[First] = Window(clock)
-        self._recent: dict[Direction, Window[float]] = {
-            "read": Window(clock),
-            "write": Window(clock),
-        }
+        if transfers is None:
+            transfers = TransferMeter(model, clock)
+        self._registry.register(transfers.times)
         finished = self._counter(
             "vllm:request_success", "Finished samples by reason.", "finished_reason"
         )
@@ -97,16 +87,10 @@ class RunnerMetrics:
             TTFT_BUCKETS_S,
             "source",
         )
-        self._transfer = self._histogram(
-            "warmlane_runner_transfer_seconds",
-            "Time of one transfer of a lower tier.",
-            TRANSFER_BUCKETS_S,
-            *("tier", "direction"),
-        )
         identity = Identity(self._labels, {"scope": "worker", "worker": worker})
         for collector in (
-            EngineFigures(identity, stats, self._savings, wall_clock()),
-            WindowFigures(identity, self._firsts, self._recent),
+            EngineFigures(identity, stats, transfers, wall_clock()),
+            WindowFigures(identity, self._firsts, transfers.recent),
             PeerFigures(pulls, served),
         ):
             self._registry.register(collector)
@@ -134,22 +118,6 @@ class RunnerMetrics:
     def finished(self, reason: FinishReason) -> None:
         """Note the end of one sample."""
         self._finished[reason].inc()
-
-    def transferred(
-        self, tier: TierName, direction: Direction, elapsed_s: float, num_bytes: int
-    ) -> None:
-        """Note a finished transfer; its bytes are counted by the tier."""
-        del num_bytes
-        self._transfer.labels(**self._labels, tier=tier, direction=direction).observe(elapsed_s)
-        self._recent[direction].add(elapsed_s)
-
-    def stalled(self, elapsed_s: float) -> None:
-        """Note time the engine stood still since a load was not there yet."""
-        self._savings.stalled(elapsed_s)
-
-    def gained(self, predicted_s: float, actual_s: float) -> None:
-        """Note what a finished restore was to save and did; negative if it lost."""
-        self._savings.gained(predicted_s, actual_s)
 
     def render(self) -> bytes:
         """Return the exposition text (format 0.0.4)."""
