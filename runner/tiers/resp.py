@@ -9,7 +9,7 @@ Source: the protocol's specification (redis.io, "Redis serialization protocol").
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import unquote, urlsplit
 
@@ -39,15 +39,12 @@ class OversizedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server as a URL names it; ``str`` of it has no password."""
+    """A server as a URL names it."""
 
     target: Target
     username: str = ""
-    password: str = ""
+    password: str = field(default="", repr=False)
     database: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.target.host}:{self.target.port}/{self.database}"
 
 
 def parse_url(url: str) -> Address:
