@@ -1,0 +1,1 @@
+"""The disk tier: blocks in packed segment files, verified on every read."""
