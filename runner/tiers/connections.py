@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
-from runner.tiers.resp import ReplyError, RespClient
+from runner.tiers.resp import OversizedError, ReplyError, RespClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,6 +127,10 @@ class Connections:
             # It refuses whatever it is asked: loading, no permission, a cluster.
             self._pause.failed()
             self._put_back(client)
+            raise
+        except OversizedError:
+            # A fault of that value, not of the server.
+            client.close()
             raise
         except OSError as error:
             client.close()

@@ -33,7 +33,7 @@ class ReplyError(Exception):
         self.code = message.partition(" ")[0]
 
 
-class OversizedError(Exception):
+class OversizedError(ConnectionError):
     """A value is longer than the buffer it was to fill; the connection can only be closed."""
 
 
