@@ -7,30 +7,45 @@ own request.
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
-from runner.kvkeys import namespace_key
+from runner.kvkeys import BlockChain, namespace_key
+from runner.leases import LeaseBook
+from runner.lending import Lender
+from runner.namespace import kv_facts
+from runner.outputs import end_output, failure_message, token_output
+from runner.plan import resolve_limits
 from runner.pool.blocks import BlockPool
 from runner.pool.states import InvariantError
 from runner.sampling import Draw, draw_tokens, new_generator
-from runner.scheduler import Limits, Scheduler
-from runner.types import EngineStats, TokenOutput
+from runner.scheduler import Scheduler
+from runner.stepping import CALIBRATION_TOKENS, Stepper
+from runner.tiers.mover import CpuBlockMover
+from runner.types import EngineStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from collections.abc import Sequence as Run
 
     from prefix_index.events import Event
     from runner.kvkeys import KvKey
+    from runner.leases import Loan
     from runner.model import Model
+    from runner.plan import Plan
     from runner.sampling import Drawn
-    from runner.scheduler import Plan
     from runner.sequence import Sequence
-    from runner.types import EngineConfig, EngineRequest, FinishReason
+    from runner.tiers.interface import BuildTiers, Tiers
+    from runner.types import EngineConfig, EngineRequest, FinishReason, TokenOutput
 
 _log = logging.getLogger(__name__)
 
-# Part of every KV key: raise it when the bytes of a block change their meaning.
-_LAYOUT_VERSION = 1
+# A turn polls the transfers; one that was not woken, through whatever fault, must not hang the
+# requests that wait for it.
+_MAX_STALL_S = 0.1
+
+# Nobody may make the engine thread spin.
+_MIN_SLEEP_S = 0.001
 
 
 class EngineCore:
@@ -38,6 +53,7 @@ class EngineCore:
 
     Attributes:
         limits: Resolved against the model and the pool.
+        namespace: Root of all keys of the base model.
     """
 
     def __init__(
@@ -45,23 +61,85 @@ class EngineCore:
         model: Model,
         config: EngineConfig,
         on_events: Callable[[list[Event]], None] | None,
+        build_tiers: BuildTiers | None = None,
+        wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Allocate the pool; see ``Engine``."""
         num_blocks = config.pool_tokens // config.block_size
-        self.limits = _resolve_limits(model, config, num_blocks)
+        self.limits = resolve_limits(model, config, num_blocks)
         self._model = model
         self._config = config
         self._on_events = on_events
+        self._clock = clock
         self._kv = model.new_pool(num_blocks, config.block_size)
         self._pool = BlockPool(num_blocks, config.block_size)
+        self._leases = LeaseBook(self._pool.pin, self._pool.unpin)
+        facts = kv_facts(model, config.block_size)
+        self.namespace = namespace_key(facts)
+        mover = CpuBlockMover(self._kv)
+        self._tiers: Tiers | None = None
+        if build_tiers is not None:
+            self._tiers = build_tiers(
+                pool=self._pool,
+                leases=self._leases,
+                mover=mover,
+                namespace=self.namespace,
+                facts=facts,
+                chunk_tokens=self.limits.max_batched_tokens,
+                wake=wake,
+                clock=clock,
+            )
+        self._stepper = Stepper(model, self._kv, self._tiers, clock)
+        self._lender = Lender(self._pool, self._leases, mover, self._tiers)
         generations = {name: adapter.digest for name, adapter in model.adapters.items()}
-        self._scheduler = Scheduler(self._pool, _namespace(model, config), self.limits, generations)
+        self._scheduler = Scheduler(
+            self._pool, self.namespace, self.limits, generations, self._tiers
+        )
         self._generation_tokens_total = 0
+        self._stall_s_total = 0.0
+        self._is_stalled = False
+
+    def calibrate(self) -> None:
+        """Time a step for the tiers; before the first request."""
+        if self._tiers is None:
+            return
+        size, longest = self._pool.block_size, self.limits.max_model_len
+        num_blocks = min(-(-CALIBRATION_TOKENS // size), longest // size, self._pool.num_blocks)
+        if blocks := self._pool.allocate(num_blocks):
+            self._stepper.calibrate(blocks, num_blocks * size)
+            self._pool.release(blocks, BlockChain(self.namespace, size))
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` would compute anything."""
+        """Whether any request is in the engine."""
         return self._scheduler.has_work
+
+    @property
+    def needs_turns(self) -> bool:
+        """Whether ``step`` has something to do even without a request."""
+        return self._tiers is not None or bool(self._leases)
+
+    def sleep_s(self) -> float | None:
+        """Return how long the thread may sleep unless it is woken; None for as long as it likes.
+
+        0 means that there is something to compute.
+        """
+        has_work = self._scheduler.has_work
+        if has_work and not self._is_stalled:
+            return 0.0
+        now_s = self._clock()
+        limits_s = [_MAX_STALL_S] if has_work else []
+        if (deadline_s := self._leases.next_deadline_s()) is not None:
+            limits_s.append(deadline_s - now_s)
+        if self._tiers is not None and (wake_s := self._tiers.next_wake_s(now_s)) is not None:
+            limits_s.append(wake_s)
+        return max(min(limits_s), _MIN_SLEEP_S) if limits_s else None
+
+    def note_sleep(self, elapsed_s: float) -> None:
+        """Count time slept as a stall if every request waited for the tiers all the while."""
+        if self._scheduler.waits_for_tiers:
+            self._stall_s_total += elapsed_s
 
     def accept(self, request: EngineRequest) -> None:
         """Queue a request, or tell its sink why not."""
@@ -74,7 +152,7 @@ class EngineCore:
             reason = f"{type(error).__name__}: {error}"
         if reason is not None:
             for index in range(request.params.n):
-                self._deliver(request, _end(request, index, "error", 0, reason))
+                self._deliver(request, end_output(request, index, "error", 0, reason))
 
     def _refusal(self, request: EngineRequest) -> str | None:
         if self._scheduler.find(request.id):
@@ -93,37 +171,85 @@ class EngineCore:
 
     def abort_all(self) -> None:
         """End every request."""
-        for sequence in (*self._scheduler.running, *self._scheduler.waiting):
+        for sequence in self._scheduler.live():
             self._scheduler.remove(sequence)
             self._end_samples(sequence, sequence.indexes, "abort")
 
+    def close(self) -> None:
+        """End all requests, loans and tiers; the core is of no use afterwards."""
+        self.abort_all()
+        self._leases.release_all()
+        if self._tiers is not None:
+            self._tiers.close()
+
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False while requests hold blocks."""
-        cleared = self._pool.clear()
+        """Forget all cached blocks on every tier; False while requests or loads hold blocks."""
+        # The load of an aborted request may still be writing: its blocks are soon free.
+        cleared = not self._pool.num_loading and self._pool.clear()
+        if cleared and self._tiers is not None:
+            self._tiers.clear()
         self._publish_events()
         return cleared
 
+    def lend(self, keys: Run[KvKey], owner: str, deadline_s: float) -> Loan:
+        """See ``Engine.lend``."""
+        return self._lender.lend(keys, owner, deadline_s)
+
+    def give_back(self, owner: str) -> None:
+        """See ``Engine.give_back``."""
+        self._lender.give_back(owner)
+
+    def decisions(self) -> list[dict[str, object]]:
+        """Return the last decisions about loads, oldest first."""
+        return self._tiers.decisions() if self._tiers is not None else []
+
     def step(self) -> None:
-        """Compute one batch and hand out its tokens; never raises."""
+        """Poll the tiers, compute one batch and hand out its tokens; never raises."""
         try:
             self._step()
         except Exception as error:
             # The books may be half written: nothing in the pool can be trusted.
             _log.exception("bookkeeping failed, all requests end")
-            self._pool.forget_all()
-            for sequence in self._scheduler.forget_all():
-                self._end_samples(sequence, sequence.indexes, "error", _message(error))
+            self._start_over(error)
         self._publish_events()
 
     def _step(self) -> None:
-        plan = self._scheduler.schedule()
-        try:
-            self._compute(plan)
-        except InvariantError:
-            raise
-        except Exception as error:
-            _log.exception("a step failed, %d requests end", len(plan.work))
-            self._fail((work.sequence for work in plan.work), error)
+        now_s = self._clock()
+        self._poll(now_s)
+        plan = self._scheduler.schedule(now_s)
+        self._is_stalled = not plan.work
+        if plan.work:
+            try:
+                self._compute(plan)
+            except InvariantError:
+                raise
+            except Exception as error:
+                _log.exception("a step failed, %d requests end", len(plan.work))
+                self._fail((work.sequence for work in plan.work), error)
+        self._scheduler.flush_offers(now_s)
+        if self._config.debug_checks:
+            self.check()
+
+    def _poll(self, now_s: float) -> None:
+        if self._tiers is not None:
+            for done in self._tiers.poll(now_s):
+                self._scheduler.end_load(done)
+            self._scheduler.flush_offers(now_s)
+        if self._leases:
+            for lease in self._leases.sweep(now_s):
+                _log.warning("%s of %s was not ended by its owner", lease.reason, lease.owner)
+
+    def _start_over(self, error: Exception) -> None:
+        """Forget every block of every tier and end all requests.
+
+        Blocks that a transfer thread still reads or writes stay out of use until it is done.
+        """
+        self._pool.forget_all()
+        sequences = self._scheduler.forget_all()
+        if self._tiers is not None:
+            self._tiers.clear()
+        for sequence in sequences:
+            self._end_samples(sequence, sequence.indexes, "error", failure_message(error))
 
     def stats(self) -> EngineStats:
         """Return the figures of this moment."""
@@ -137,12 +263,20 @@ class EngineCore:
             active_blocks=pool.num_active,
             block_size=pool.block_size,
             block_bytes=self._kv.block_bytes,
-            hit_tokens_total=scheduler.hit_tokens_total,
-            query_tokens_total=scheduler.query_tokens_total,
+            hit_tokens_total=scheduler.reuse.hit_tokens_total,
+            query_tokens_total=scheduler.reuse.query_tokens_total,
             evictions_total=pool.evictions_total,
             preemptions_total=scheduler.preemptions_total,
-            prompt_tokens_total=scheduler.prompt_tokens_total,
+            prompt_tokens_total=scheduler.reuse.query_tokens_total,
             generation_tokens_total=self._generation_tokens_total,
+            num_loading=len(scheduler.loading),
+            loading_blocks=pool.num_loading,
+            pinned_blocks=pool.num_pinned,
+            stall_s_total=self._stall_s_total,
+            hit_tokens=scheduler.reuse.hit_tokens.copy(),
+            miss_tokens=scheduler.reuse.miss_tokens.copy(),
+            orphans_total=self._leases.orphans_total,
+            tiers=tuple(self._tiers.stats()) if self._tiers is not None else (),
         )
 
     def cached_hashes(self) -> list[int]:
@@ -151,12 +285,14 @@ class EngineCore:
 
     def check(self) -> None:
         """Verify the pool's invariants; raises InvariantError."""
-        self._pool.check(sequence.blocks for sequence in self._scheduler.running)
+        scheduler = self._scheduler
+        tables = (at.blocks for at in (*scheduler.running, *scheduler.loading))
+        self._pool.check(tables, scheduler.loading_blocks)
 
     def _compute(self, plan: Plan) -> None:
         for source, target in plan.copies:
             self._kv.copy_block(source, target)
-        logits, order = self._model.forward([work.chunk for work in plan.work], self._kv)
+        logits, order = self._stepper.forward([work.chunk for work in plan.work])
         self._scheduler.retire(plan)
         samples: list[Sequence] = []
         draws: list[Draw] = []
@@ -169,8 +305,6 @@ class EngineCore:
         if draws:
             for sample, drawn in zip(samples, draw_tokens(logits, draws), strict=True):
                 self._append(sample, drawn)
-        if self._config.debug_checks:
-            self.check()
 
     def _samples_of(self, sequence: Sequence) -> list[Sequence]:
         return self._scheduler.fork(sequence) if len(sequence.indexes) > 1 else [sequence]
@@ -181,19 +315,7 @@ class EngineCore:
         reason = self._finish_reason(sample)
         if reason:
             self._scheduler.remove(sample)
-        self._deliver(
-            sample.request,
-            TokenOutput(
-                request_id=sample.request.id,
-                index=sample.indexes[0],
-                token_id=drawn.token_id,
-                logprob=drawn.logprob,
-                top_logprobs=drawn.top_logprobs,
-                finish_reason=reason,
-                cached_tokens=sample.cached_tokens or 0,
-                error=None,
-            ),
-        )
+        self._deliver(sample.request, token_output(sample, drawn, reason))
 
     def _finish_reason(self, sample: Sequence) -> FinishReason | None:
         params, token = sample.request.params, sample.tokens[-1]
@@ -209,14 +331,16 @@ class EngineCore:
         """Tell the receiver that samples of a sequence have ended without a token."""
         for index in indexes:
             cached = sequence.cached_tokens or 0
-            self._deliver(sequence.request, _end(sequence.request, index, reason, cached, error))
+            self._deliver(
+                sequence.request, end_output(sequence.request, index, reason, cached, error)
+            )
 
     def _fail(self, sequences: Iterable[Sequence], error: Exception) -> None:
         """End the whole requests of ``sequences`` as far as they still run."""
         for request_id in dict.fromkeys(sequence.request.id for sequence in sequences):
             for sequence in self._scheduler.find(request_id):
                 self._scheduler.remove(sequence)
-                self._end_samples(sequence, sequence.indexes, "error", _message(error))
+                self._end_samples(sequence, sequence.indexes, "error", failure_message(error))
 
     def _deliver(self, request: EngineRequest, output: TokenOutput) -> None:
         try:
@@ -228,61 +352,11 @@ class EngineCore:
 
     def _publish_events(self) -> None:
         events = self._pool.drain_events()
+        if self._tiers is not None:
+            events += self._tiers.drain_events()
         if not events or self._on_events is None:
             return
         try:
             self._on_events(events)
         except Exception:
             _log.exception("%d KV events were not published", len(events))
-
-
-def _end(
-    request: EngineRequest, index: int, reason: FinishReason, cached: int, error: str | None
-) -> TokenOutput:
-    return TokenOutput(
-        request_id=request.id,
-        index=index,
-        token_id=None,
-        logprob=None,
-        top_logprobs=None,
-        finish_reason=reason,
-        cached_tokens=cached,
-        error=error,
-    )
-
-
-def _message(error: Exception) -> str:
-    return f"the engine failed: {type(error).__name__}: {error}"
-
-
-def _resolve_limits(model: Model, config: EngineConfig, num_blocks: int) -> Limits:
-    context = model.config.context_tokens
-    max_model_len = context if config.max_model_len is None else config.max_model_len
-    if not 1 < max_model_len <= context:
-        raise ValueError(f"max_model_len {max_model_len}: must be 2 to {context}, the context")
-    if num_blocks < 2:
-        raise ValueError(f"pool_tokens {config.pool_tokens}: needs two blocks at least")
-    if config.max_batched_tokens < max(config.block_size, config.max_seqs):
-        raise ValueError(
-            f"max_batched_tokens {config.max_batched_tokens}: must be at least the block size "
-            f"({config.block_size}) and max_seqs ({config.max_seqs})"
-        )
-    return Limits(
-        max_batched_tokens=config.max_batched_tokens,
-        max_seqs=config.max_seqs,
-        max_model_len=max_model_len,
-        vocab_size=model.config.vocab_size,
-    )
-
-
-def _namespace(model: Model, config: EngineConfig) -> KvKey:
-    return namespace_key(
-        {
-            "layout": _LAYOUT_VERSION,
-            # Over all sizes, rope and window, and over every weight.
-            "model": model.fingerprint,
-            "dtype": str(model.dtype),
-            "device": "cpu",
-            "block_size": config.block_size,
-        }
-    )

@@ -7,22 +7,28 @@ into its inbox and read the figures it last published.
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import replace
-from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, TypeVar
 
 from runner.core import EngineCore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from prefix_index.events import Event
+    from runner.kvkeys import KvKey
+    from runner.leases import Loan
     from runner.model import Model
+    from runner.tiers.interface import BuildTiers
     from runner.types import EngineConfig, EngineRequest, EngineStats
 
-# A reset waits for the step in progress; a prefill chunk on a slow CPU takes seconds.
-_RESET_TIMEOUT_S = 60.0
+# An answer waits for the step in progress; a prefill chunk on a slow CPU takes seconds.
+_ANSWER_TIMEOUT_S = 60.0
+
+T = TypeVar("T")
 
 
 class EngineStoppedError(RuntimeError):
@@ -40,19 +46,25 @@ class Engine:
         model: Model,
         config: EngineConfig,
         on_events: Callable[[list[Event]], None] | None = None,
+        build_tiers: BuildTiers | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Allocate the pool.
+        """Allocate the pool and open the tiers beneath it.
 
         Args:
             model: Computes; used by the engine thread only.
             config: Sizes.
             on_events: Gets the KV events of each step in order, from the engine thread.
+            build_tiers: Opens the tiers; what it raises passes through. None for none.
+            clock: Monotonic seconds.
 
         Raises:
             ValueError: If the sizes contradict each other or the model.
         """
-        self._core = EngineCore(model, config, on_events)
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._clock = clock
+        self._core = EngineCore(model, config, on_events, build_tiers, self._wake, clock)
+        self._core.calibrate()
         # Guards the stop flag against commands that would arrive after the last look.
         self._gate = threading.Lock()
         self._is_stopping = False
@@ -71,10 +83,17 @@ class Engine:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Abort everything and end the thread; False if it still runs after ``timeout_s``."""
+        """Abort everything, close the tiers and end the thread, started or not.
+
+        Returns:
+            False if it still runs after ``timeout_s``.
+        """
         with self._gate:
             self._is_stopping = True
-            self._inbox.put(lambda: None)
+            self._wake()
+        if self._thread.ident is None:
+            self._core.close()
+            return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -96,12 +115,55 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False while requests hold blocks, and after ``stop``."""
-        answer: Future[bool] = Future()
+        try:
+            return self._ask(self._core.reset_prefix_cache).result(_ANSWER_TIMEOUT_S)
+        except EngineStoppedError:
+            return False
+
+    def lend(self, keys: Sequence[KvKey], owner: str, deadline_s: float) -> Future[Loan]:
+        """Lend the leading ones of some blocks, those that the pool or host memory holds.
+
+        Args:
+            keys: Blocks that follow each other, first block first.
+            owner: Who gives them back; several loans of one owner end together.
+            deadline_s: On the monotonic clock; the blocks are taken back then.
+
+        Returns:
+            The loan; ``EngineStoppedError`` after ``stop``.
+        """
+        return self._ask(lambda: self._core.lend(keys, owner, deadline_s))
+
+    def give_back(self, owner: str) -> None:
+        """End all loans of an owner; unknown ones are ignored."""
+        self._inbox.put(lambda: self._core.give_back(owner))
+
+    def decisions(self) -> list[dict[str, object]]:
+        """Return the last decisions about loads, oldest first; none after ``stop``."""
+        try:
+            return self._ask(self._core.decisions).result(_ANSWER_TIMEOUT_S)
+        except EngineStoppedError:
+            return []
+
+    def _ask(self, command: Callable[[], T]) -> Future[T]:
+        """Run a command on the engine thread."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(command())
+            except Exception as error:
+                answer.set_exception(error)
+
         with self._gate:
             if self._is_stopping:
-                return False
-            self._inbox.put(lambda: answer.set_result(self._core.reset_prefix_cache()))
-        return answer.result(_RESET_TIMEOUT_S)
+                answer.set_exception(EngineStoppedError("the engine is stopping"))
+            else:
+                self._inbox.put(run)
+        return answer
+
+    def _wake(self) -> None:
+        """Make a sleeping engine thread look around; from any thread."""
+        self._inbox.put(_look_around)
 
     def stats(self) -> EngineStats:
         """Return the figures after the last step; waiting requests up to this moment."""
@@ -117,21 +179,32 @@ class Engine:
         while not self._is_stopping:
             self._read_inbox()
             self._publish()
-            if self._core.has_work:
+            if self._core.has_work or self._core.needs_turns:
                 self._core.step()
                 self._publish()
-        # Only aborts are put after the flag, so what is read here is the rest.
+        # Only aborts and returned loans are put after the flag: what is read here is the rest.
         while not self._inbox.empty():
             self._inbox.get()()
-        self._core.abort_all()
+        self._core.close()
         self._publish()
 
     def _read_inbox(self) -> None:
-        """Run the commands that have arrived; without work, wait for one."""
-        if not self._core.has_work:
-            self._inbox.get()()
+        """Run the commands that have arrived; with nothing to compute, wait for one."""
+        sleep_s = self._core.sleep_s()
+        if sleep_s != 0:
+            begun_s = self._clock()
+            try:
+                command = self._inbox.get(timeout=sleep_s)
+            except Empty:
+                command = _look_around
+            self._core.note_sleep(self._clock() - begun_s)
+            command()
         while not self._inbox.empty():
             self._inbox.get()()
 
     def _publish(self) -> None:
         self._published = (self._core.stats(), self._num_accepted)
+
+
+def _look_around() -> None:
+    """Do nothing: the turn that follows is what was wanted."""

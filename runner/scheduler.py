@@ -9,75 +9,27 @@ alone, so there is no deadlock.
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, cast
 
-from runner.batch import Chunk
-from runner.kvkeys import AdapterTag, BlockChain, adapter_identity, root_key
-from runner.sequence import Sequence
+from runner.intake import Intake
+from runner.loading import Loader
+from runner.plan import Plan, Work
+from runner.pool.states import BlockState
+from runner.reuse import ReuseFigures
+from runner.sequence import LoadState, Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from runner.kvkeys import KvKey
+    from runner.plan import Limits
     from runner.pool.blocks import BlockPool
-    from runner.types import EngineRequest
+    from runner.tiers.interface import Tiers
+    from runner.tiers.types import LoadDone
+    from runner.types import EngineRequest, HitSource
 
 _BY_ORDER = attrgetter("order")
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds the scheduler keeps; see ``EngineConfig``.
-
-    Attributes:
-        max_batched_tokens: Most tokens per step.
-        max_seqs: Most samples running.
-        max_model_len: Most tokens of prompt and completion.
-        vocab_size: Token ids are below.
-    """
-
-    max_batched_tokens: int
-    max_seqs: int
-    max_model_len: int
-    vocab_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Tokens of one sequence to compute in this step."""
-
-    sequence: Sequence
-    num_tokens: int
-
-    @property
-    def chunk(self) -> Chunk:
-        """The same for the model; logits are wanted if no token is left after it."""
-        sequence = self.sequence
-        start, end = sequence.num_computed, sequence.num_computed + self.num_tokens
-        samples = end == len(sequence.tokens)
-        return Chunk(
-            sequence.tokens[start:end],
-            start,
-            sequence.blocks,
-            samples,
-            sequence,
-            sequence.request.adapter,
-        )
-
-
-@dataclass(slots=True)
-class Plan:
-    """One step.
-
-    Attributes:
-        work: In any order, one entry per sequence.
-        copies: (source, target) blocks to copy, in this order, before anything is computed.
-    """
-
-    work: list[Work] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -88,11 +40,13 @@ class Scheduler:
         namespace: Of the base model.
         limits: See there.
         adapters: Generation of each LoRA adapter by name (``Adapter.digest``).
+        tiers: Beneath the pool; None for none.
 
     Attributes:
-        running: Sequences holding blocks, oldest first.
-        waiting: Sequences holding none, oldest first.
-        hit_tokens_total: See ``EngineStats``, as the others.
+        running: Sequences that compute, oldest first.
+        waiting: Sequences holding no blocks, oldest first.
+        reuse: Hits and misses so far.
+        preemptions_total: See ``EngineStats``, as the others.
     """
 
     def __init__(
@@ -101,20 +55,15 @@ class Scheduler:
         namespace: KvKey,
         limits: Limits,
         adapters: Mapping[str, str] | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self._pool = pool
-        self._namespace = namespace
-        # Identity and tag of each name that a request may give.
-        self._adapters: dict[str, tuple[str, AdapterTag | None]] = {"": ("", None)}
-        for number, (name, digest) in enumerate((adapters or {}).items(), start=1):
-            self._adapters[name] = adapter_identity(name, digest), AdapterTag(number, name)
+        self._intake = Intake(pool, namespace, limits, adapters or {})
         self._limits = limits
-        self._num_arrivals = 0
+        self._loader = None if tiers is None else Loader(pool, tiers)
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
-        self.hit_tokens_total = 0
-        self.query_tokens_total = 0
-        self.prompt_tokens_total = 0
+        self.reuse = ReuseFigures(pool, tiers)
         self.preemptions_total = 0
 
     @property
@@ -123,56 +72,41 @@ class Scheduler:
         return sum(len(sequence.indexes) for sequence in self.running)
 
     @property
+    def loading(self) -> list[Sequence]:
+        """Sequences whose KV is on its way from a lower tier; they hold all their blocks."""
+        return self._loader.sequences if self._loader is not None else []
+
+    @property
+    def loading_blocks(self) -> list[int]:
+        """Blocks that a transfer may be writing, also those nobody waits for any more."""
+        return self._loader.blocks if self._loader is not None else []
+
+    @property
     def has_work(self) -> bool:
-        """Whether a step would compute anything."""
-        return bool(self.running or self.waiting)
+        """Whether any request is in the engine."""
+        return bool(self.running or self.waiting or self.loading)
+
+    @property
+    def waits_for_tiers(self) -> bool:
+        """Whether a request would compute if its KV, or word of it, were there."""
+        if self.running or self._loader is None:
+            return False
+        is_pending = (sequence.load_state is LoadState.PENDING for sequence in self.waiting)
+        return bool(self.loading) or any(is_pending)
+
+    def live(self) -> list[Sequence]:
+        """Return every sequence in the engine."""
+        return [*self.running, *self.loading, *self.waiting]
 
     def refusal(self, request: EngineRequest) -> str | None:
         """Return why a request can never run, naming the limit; None if it can."""
-        limits, prompt = self._limits, request.prompt_ids
-        pool_tokens = self._pool.num_blocks * self._pool.block_size
-        if not prompt:
-            return "the prompt has no tokens"
-        if request.adapter not in self._adapters:
-            return f"there is no adapter {request.adapter}"
-        if len(prompt) >= limits.max_model_len:
-            return (
-                f"the prompt has {len(prompt)} tokens; prompt and completion together may have "
-                f"{limits.max_model_len} (maximum context length)"
-            )
-        if len(prompt) >= pool_tokens:
-            return f"the prompt has {len(prompt)} tokens; the KV pool holds {pool_tokens}"
-        if request.params.n > limits.max_seqs:
-            return f"n is {request.params.n}; at most {limits.max_seqs} samples run at once"
-        if not 0 <= min(prompt) <= max(prompt) < limits.vocab_size:
-            return f"prompt token ids must be between 0 and {limits.vocab_size - 1}"
-        return None
+        return self._intake.refusal(request)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request that ``refusal`` has nothing against."""
-        pool, prompt = self._pool, request.prompt_ids
-        identity, tag = self._adapters[request.adapter]
-        root = root_key(self._namespace, salt=request.salt, adapter=identity)
-        chain = BlockChain(root, pool.block_size, request.salt, tag)
-        chain.extend(prompt)
-        max_tokens = min(
-            len(prompt) + request.params.max_tokens,
-            self._limits.max_model_len,
-            pool.num_blocks * pool.block_size,
-        )
-        self.waiting.append(
-            Sequence(
-                request,
-                arrival=self._num_arrivals,
-                indexes=list(range(request.params.n)),
-                tokens=list(prompt),
-                max_tokens=max_tokens,
-                chain=chain,
-            )
-        )
-        self._num_arrivals += 1
+        self.waiting.append(self._intake.sequence(request))
 
-    def schedule(self) -> Plan:
+    def schedule(self, now_s: float) -> Plan:
         """Plan one step; reserves its blocks, preempting the youngest where they run out."""
         plan = Plan()
         for sequence in self.running.copy():
@@ -182,7 +116,7 @@ class Scheduler:
         budget = self._limits.max_batched_tokens - len(plan.work)
         # Decode rows may use up the budget; the oldest prefill advances all the same.
         budget = self._plan_prefills(plan, max(budget, self._pool.block_size))
-        self._admit(plan, budget)
+        self._admit(plan, budget, now_s)
         return plan
 
     def _reserve_next(self, sequence: Sequence, plan: Plan) -> bool:
@@ -216,6 +150,7 @@ class Scheduler:
         self._pool.release(sequence.blocks, sequence.chain)
         sequence.blocks = []
         sequence.num_computed = sequence.num_committed = 0
+        sequence.load_state = LoadState.UNASKED
 
     def _plan_prefills(self, plan: Plan, budget: int) -> int:
         for sequence in self.running:
@@ -231,19 +166,36 @@ class Scheduler:
         end = sequence.num_computed + budget
         return max(0, end - end % self._pool.block_size - sequence.num_computed)
 
-    def _admit(self, plan: Plan, budget: int) -> None:
+    def _admit(self, plan: Plan, budget: int, now_s: float) -> None:
         if not self.waiting:
             return
+        block_size = self._pool.block_size
         num_free_seqs = self._limits.max_seqs - self.num_running
+        num_free_seqs -= sum(len(sequence.indexes) for sequence in self.loading)
         arriving = self._arriving_keys()
+        # Blocks of older requests that only wait for their turn to compute.
+        spoken_for = 0
         # No further than could run: a long queue must not cost a look-up per request and step.
         for sequence in self.waiting[: self._limits.max_seqs]:
-            if budget < self._pool.block_size or len(sequence.indexes) > num_free_seqs:
+            can_compute = budget >= block_size
+            if len(sequence.indexes) > num_free_seqs or not (can_compute or self._loader):
                 return
             if self._next_key(sequence) in arriving:
-                # A running prefill is computing this very block: a step later it is a hit.
+                # It is being computed or loaded for another one: then it will be a hit.
                 continue
-            if not self._start(sequence):
+            if self._loader is not None:
+                answer = self._load(self._loader, sequence, spoken_for, now_s)
+                if answer == "no room":
+                    return
+                if answer == "loading":
+                    num_free_seqs -= len(sequence.indexes)
+                    arriving.update(sequence.chain.keys[sequence.num_committed :])
+                if answer != "compute":
+                    continue
+            if not can_compute:
+                spoken_for += self._num_blocks(sequence)
+                continue
+            if not self._start(sequence, now_s):
                 return
             count = self._chunk_size(sequence, budget)
             plan.work.append(Work(sequence, count))
@@ -252,13 +204,59 @@ class Scheduler:
             arriving.update(sequence.chain.keys[sequence.num_committed :])
 
     def _arriving_keys(self) -> set[KvKey]:
-        """Return the keys of the prompt blocks that running prefills have still to commit."""
-        return {
+        """Return the keys of the prompt blocks that are being computed or loaded."""
+        arriving = {
             key
             for sequence in self.running
             if not sequence.is_decoding
             for key in sequence.chain.keys[sequence.num_committed :]
         }
+        for sequence in self.loading:
+            arriving.update(sequence.chain.keys[sequence.num_committed :])
+        return arriving
+
+    def _load(
+        self, loader: Loader, sequence: Sequence, spoken_for: int, now_s: float
+    ) -> Literal["compute", "wait", "loading", "no room"]:
+        """Ask the tiers, once per admission, and begin a load that is worth it."""
+        if sequence.load_state is LoadState.SETTLED:
+            return "compute"
+        pool, cap = self._pool, sequence.request.max_load_tokens
+        most = self._max_hit_blocks(sequence)
+        hits = pool.find(sequence.chain, most)
+        max_blocks = most if cap is None else min(most, cap // pool.block_size)
+        if len(hits) >= max_blocks:
+            return "compute"
+        num_missing = self._num_blocks(sequence) - len(hits)
+        if num_missing > self._num_available(hits) - spoken_for:
+            return "no room"
+        answer = loader.ask(sequence, len(hits), max_blocks, self._waiting_tokens(sequence), now_s)
+        if answer is None:
+            return "compute"
+        if answer == "pending":
+            return "wait"
+        if not loader.begin(sequence, answer, hits, num_missing - answer.num_blocks):
+            return "no room"
+        self.waiting.remove(sequence)
+        loader.note_admission(sequence, now_s)
+        return "loading"
+
+    def _num_blocks(self, sequence: Sequence) -> int:
+        return -(-len(sequence.tokens) // self._pool.block_size)
+
+    def _num_available(self, hits: list[int]) -> int:
+        """Return how many blocks a request with these hits could get besides them."""
+        pool = self._pool
+        num_idle_hits = sum(pool.state(block) is BlockState.CACHED for block in hits)
+        # One block per running sample stays available, or the next step would preempt again.
+        num_growing = len(self.running) + len(self.loading)
+        return pool.num_free + pool.num_cached - num_idle_hits - num_growing
+
+    def _waiting_tokens(self, besides: Sequence) -> int:
+        """Return the prefill tokens of all others, running and waiting."""
+        prefills = (at.num_pending for at in self.running if not at.is_decoding)
+        queued = sum(len(sequence.tokens) for sequence in self.waiting)
+        return sum(prefills) + queued - len(besides.tokens)
 
     def _max_hit_blocks(self, sequence: Sequence) -> int:
         # The last token is always computed: its logits are wanted.
@@ -270,14 +268,13 @@ class Scheduler:
         num_hits = len(self._pool.find(sequence.chain, most))
         return sequence.chain.keys[num_hits] if num_hits < most else None
 
-    def _start(self, sequence: Sequence) -> bool:
+    def _start(self, sequence: Sequence, now_s: float) -> bool:
         """Give a waiting sequence its hits and blocks for the rest; False if there is no room."""
         pool = self._pool
         hits = pool.find(sequence.chain, self._max_hit_blocks(sequence))
-        needed = -(-len(sequence.tokens) // pool.block_size) - len(hits)
+        needed = self._num_blocks(sequence) - len(hits)
+        available = self._num_available(hits)
         pool.take(hits)
-        # One block per running sample stays available, or the next step would preempt again.
-        available = pool.num_free + pool.num_cached - len(self.running)
         allocated = pool.allocate(needed) if needed <= available else None
         if allocated is None:
             pool.release(hits, sequence.chain)
@@ -285,14 +282,28 @@ class Scheduler:
         sequence.blocks = hits + allocated
         sequence.num_committed = len(hits)
         sequence.num_computed = len(hits) * pool.block_size
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = sequence.num_computed
-            self.hit_tokens_total += sequence.num_computed
-            self.query_tokens_total += len(sequence.request.prompt_ids)
-            self.prompt_tokens_total += len(sequence.request.prompt_ids)
+        if self._loader is not None:
+            self._loader.settle(sequence)
+            self._loader.note_admission(sequence, now_s)
+        self.reuse.admit(sequence, {"gpu": len(hits)})
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=_BY_ORDER)
         return True
+
+    def end_load(self, done: LoadDone) -> None:
+        """Let a sequence run whose load has ended: what is missing will be computed."""
+        load = self._loader.end(done) if self._loader is not None else None
+        if load is None or load.sequence is None:
+            return
+        below = cast("Mapping[HitSource, int]", done.blocks_by_tier)
+        hits: dict[HitSource, int] = {"gpu": load.plan.query.first_block, **below}
+        self.reuse.admit(load.sequence, hits, num_failed=load.plan.num_blocks - done.num_blocks)
+        insort(self.running, load.sequence, key=_BY_ORDER)
+
+    def flush_offers(self, now_s: float) -> None:
+        """Offer the tiers what has become findable; before any of it may be evicted."""
+        if self._loader is not None:
+            self._loader.flush_offers(now_s)
 
     def retire(self, plan: Plan) -> None:
         """Take note that a plan's step has run: its full blocks become findable."""
@@ -302,8 +313,10 @@ class Scheduler:
             full = sequence.num_computed // self._pool.block_size
             if full > sequence.num_committed:
                 sequence.chain.extend(sequence.tokens)
-                self._pool.commit(sequence.blocks, sequence.chain, sequence.num_committed, full)
-                sequence.num_committed = full
+                start, sequence.num_committed = sequence.num_committed, full
+                given = self._pool.commit(sequence.blocks, sequence.chain, start, full)
+                if self._loader is not None:
+                    self._loader.offer(sequence, given)
 
     def fork(self, sequence: Sequence) -> list[Sequence]:
         """Split a prefilled sequence into its samples, sharing all blocks; itself comes first."""
@@ -323,6 +336,7 @@ class Scheduler:
                 num_computed=sequence.num_computed,
                 num_committed=sequence.num_committed,
                 cached_tokens=sequence.cached_tokens,
+                hit_source=sequence.hit_source,
             )
             insort(self.running, twin, key=_BY_ORDER)
             twins.append(twin)
@@ -330,23 +344,25 @@ class Scheduler:
 
     def find(self, request_id: str) -> list[Sequence]:
         """Return the live sequences of a request."""
-        return [
-            sequence
-            for sequence in (*self.running, *self.waiting)
-            if sequence.request.id == request_id
-        ]
+        return [sequence for sequence in self.live() if sequence.request.id == request_id]
 
     def forget_all(self) -> list[Sequence]:
-        """Empty both queues without touching the pool; returns what was in them."""
-        sequences = [*self.running, *self.waiting]
+        """Empty all queues without touching the pool; returns what was in them."""
+        sequences = self.live()
+        if self._loader is not None:
+            self._loader.forget_all(sequences)
         self.running.clear()
         self.waiting.clear()
         return sequences
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, finished or not; its blocks are released, full ones stay cached."""
-        if sequence.blocks:
-            self._drop_blocks(sequence)
-            self.running.remove(sequence)
-        else:
+        is_loading = sequence.load_state is LoadState.LOADING
+        if self._loader is not None:
+            self._loader.drop(sequence)
+        if not sequence.blocks:
             self.waiting.remove(sequence)
+            return
+        self._drop_blocks(sequence)
+        if not is_loading:
+            self.running.remove(sequence)

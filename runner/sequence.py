@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from random import Random
 
     from runner.kvkeys import BlockChain
-    from runner.types import EngineRequest
+    from runner.types import EngineRequest, HitSource
+
+
+class LoadState(Enum):
+    """What a sequence has got from the lower tiers since it last held no blocks.
+
+    UNASKED: nothing yet. PENDING: a look-up is under way. LOADING: blocks are on their way.
+    SETTLED: all it will get; nobody is asked twice, so that no failing tier is tried for ever.
+    """
+
+    UNASKED = "unasked"
+    PENDING = "pending"
+    LOADING = "loading"
+    SETTLED = "settled"
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +42,9 @@ class Sequence:
         num_computed: Leading tokens whose KV is in ``blocks``.
         num_committed: Leading blocks that have been offered to the prefix cache.
         cached_tokens: Prompt tokens found in the cache at first admission; None before it.
+        hit_source: The lowest tier they came from.
+        load_state: See there.
+        owner: Its name towards the tiers; samples of one request have their own.
     """
 
     request: EngineRequest
@@ -41,6 +58,13 @@ class Sequence:
     num_computed: int = 0
     num_committed: int = 0
     cached_tokens: int | None = None
+    hit_source: HitSource | None = None
+    load_state: LoadState = LoadState.UNASKED
+    owner: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Take a name that no other sequence has."""
+        self.owner = f"{self.request.id}.{self.indexes[0]}"
 
     @property
     def order(self) -> tuple[int, int]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from prefix_index.events import Event
     from runner.kvkeys import KvKey
+    from runner.leases import LeaseBook
+    from runner.pool.blocks import BlockPool
     from runner.tiers.types import (
+        BlockMover,
         BlockRecord,
         Committed,
         LoadDone,
@@ -17,6 +20,36 @@ if TYPE_CHECKING:
         LoadQuery,
         TierStats,
     )
+
+
+class BuildTiers(Protocol):
+    """Builds the tiers of an engine around its pool."""
+
+    def __call__(
+        self,
+        *,
+        pool: BlockPool,
+        leases: LeaseBook,
+        mover: BlockMover,
+        namespace: KvKey,
+        facts: Mapping[str, object],
+        chunk_tokens: int,
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> Tiers | None:
+        """Open every configured tier.
+
+        Args:
+            pool: Blocks to store and to load into are pinned and reserved here.
+            leases: Of the pool; swept by the engine.
+            mover: Copies its blocks.
+            namespace: Root of all keys.
+            facts: What the namespace was made of.
+            chunk_tokens: Most tokens of one step.
+            wake: Makes a sleeping engine poll; called from any thread.
+            clock: Monotonic seconds.
+        """
+        ...
 
 
 class Tiers(Protocol):

@@ -44,7 +44,7 @@ def test_prefill_chunks_end_at_block_boundaries_within_the_budget(tiny: Model) -
     driver.submit(prompt_of(100))
     sizes = []
     while driver.core.has_work and not driver.outputs:
-        plan = scheduler_of(driver).schedule()
+        plan = scheduler_of(driver).schedule(0.0)
         sizes += [work.num_tokens for work in plan.work]
         driver.core._compute(plan)
 
