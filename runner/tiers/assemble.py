@@ -1,0 +1,370 @@
+"""Puts the tiers of one runner together from its options."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from runner.kvkeys import root_key
+from runner.leases import LeaseBook
+from runner.tiers.admission import Admission
+from runner.tiers.announce import Announcer, announce_recovered
+from runner.tiers.arena import (
+    ArenaError,
+    allocate_arena,
+    map_memory,
+    pin_memory,
+    slot_bytes,
+)
+from runner.tiers.books import TierBooks
+from runner.tiers.decision_log import DecisionLog
+from runner.tiers.finder import Finder
+from runner.tiers.gain import Gain
+from runner.tiers.gdsf import EvictionOrder
+from runner.tiers.host import HostStore
+from runner.tiers.loader import Loader
+from runner.tiers.lookups import RemoteIndex
+from runner.tiers.manager import Parts, TierManager
+from runner.tiers.past import Past
+from runner.tiers.peer import PeerStore
+from runner.tiers.pricing import Pricing
+from runner.tiers.probes import Probes
+from runner.tiers.remote import RemoteStore
+from runner.tiers.reuse import ReuseHistory
+from runner.tiers.segments.errors import SegmentsError
+from runner.tiers.segments.store import SegmentStore
+from runner.tiers.staging import Staging
+from runner.tiers.step_model import StepModel
+from runner.tiers.storer import MAX_BATCH_BLOCKS, Storer
+from runner.tiers.tier import Tier
+from runner.tiers.transfer_model import TransferModel
+from runner.tiers.transfers import Acks, Lane
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from runner.kvkeys import KvKey
+    from runner.pool.blocks import BlockPool
+    from runner.tiers.books import Entry
+    from runner.tiers.options import TierOptions
+    from runner.tiers.types import BlockMover, BlockStore, Place, TierName, TransferObserver
+
+# Disk: one thread reaches two thirds of the rate of four, three all of it. Remote: with the writer
+# and the look-ups these are the connections that its store keeps. Peers: one answer each.
+READER_THREADS: dict[TierName, int] = {"cpu": 1, "disk": 3, "remote": 2, "peer": 4}
+
+# What a slow tier may be behind the engine: some seconds of prefill on a CPU, half a second of a
+# disk. At least one full batch in flight and one waiting.
+STAGING_BYTES = 128 * 2**20
+STAGING_BLOCKS = 2 * MAX_BATCH_BLOCKS
+
+# Pinned blocks cannot be evicted for requests that wait; a quarter is never missed.
+PINNED_SHARE = 4
+
+
+class TiersError(RuntimeError):
+    """A tier cannot be had as configured; the message names the option and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """The media, opened; None for what is not configured.
+
+    Attributes:
+        recovered: What the disk held before.
+    """
+
+    host: HostStore | None = None
+    disk: SegmentStore | None = None
+    recovered: tuple[Place, ...] = ()
+    remote: RemoteStore | None = None
+    peers: PeerStore | None = None
+
+
+def build_tiers(
+    options: TierOptions,
+    *,
+    pool: BlockPool,
+    mover: BlockMover,
+    leases: LeaseBook,
+    namespace: KvKey,
+    facts: Mapping[str, object],
+    chunk_tokens: int,
+    wake: Callable[[], None],
+    observer: TransferObserver,
+    clock: Callable[[], float] = time.monotonic,
+    is_cuda: bool = False,
+) -> TierManager | None:
+    """Open the configured tiers and start their threads; None if there are none.
+
+    Args:
+        options: Which tiers.
+        pool: The device pool.
+        mover: Copies its blocks.
+        leases: Pins of its blocks; swept by the engine.
+        namespace: Of the base model: everything that makes the bytes usable.
+        facts: What the namespace is over, for people.
+        chunk_tokens: Most tokens of a step.
+        wake: Makes the engine poll soon; called from transfer threads.
+        observer: Hears of every transfer.
+        clock: Monotonic, in seconds.
+        is_cuda: Whether the device copies from host memory by itself, which wants it pinned.
+
+    Raises:
+        TiersError: If one cannot be had; nothing is left open then.
+    """
+    if not options.has_any:
+        return None
+    stores = open_stores(
+        options, mover.block_bytes, pool.block_size, namespace, facts, clock, is_cuda=is_cuda
+    )
+    return join_tiers(
+        stores,
+        pool=pool,
+        mover=mover,
+        leases=leases,
+        namespace=namespace,
+        chunk_tokens=chunk_tokens,
+        wake=wake,
+        observer=observer,
+        clock=clock,
+        allocators=_allocators(is_cuda=is_cuda),
+    )
+
+
+def open_stores(
+    options: TierOptions,
+    block_bytes: int,
+    block_size: int,
+    namespace: KvKey,
+    facts: Mapping[str, object],
+    clock: Callable[[], float],
+    *,
+    is_cuda: bool,
+) -> Stores:
+    """Open what is configured, the directory last: it is the one that must be closed again.
+
+    Raises:
+        TiersError: If one cannot be had; nothing is left open then.
+    """
+    host = disk = remote = peers = None
+    recovered: list[Place] = []
+    try:
+        if options.host_bytes:
+            arena = allocate_arena(
+                options.host_bytes,
+                block_bytes,
+                option="--host-bytes",
+                allocators=_allocators(is_cuda=is_cuda),
+            )
+            host = HostStore(arena, clock=clock)
+        if options.remote_url:
+            remote = RemoteStore(
+                options.remote_url, namespace=namespace, block_bytes=block_bytes, clock=clock
+            )
+        if options.peers:
+            peers = PeerStore(
+                options.peers,
+                namespace=namespace,
+                block_bytes=block_bytes,
+                block_size=block_size,
+                clock=clock,
+            )
+        if options.disk_dir is not None:
+            disk, recovered = SegmentStore.open(
+                options.disk_dir,
+                namespace=namespace,
+                facts=facts,
+                block_bytes=block_bytes,
+                block_size=block_size,
+                capacity_bytes=options.disk_bytes,
+                clock=clock,
+            )
+    except (ArenaError, SegmentsError, ValueError) as error:
+        raise TiersError(str(error)) from error
+    return Stores(host, disk, tuple(recovered), remote, peers)
+
+
+def join_tiers(
+    stores: Stores,
+    *,
+    pool: BlockPool,
+    mover: BlockMover,
+    leases: LeaseBook,
+    namespace: KvKey,
+    chunk_tokens: int,
+    wake: Callable[[], None],
+    observer: TransferObserver,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None] = time.sleep,
+    allocators: tuple[Callable[[int], memoryview], ...] = (map_memory,),
+) -> TierManager:
+    """Put a manager together over opened stores; arguments as of ``build_tiers``."""
+    acks = Acks(wake)
+    announcer = Announcer(pool.block_size)
+    past = Past()
+    pricing = Pricing(
+        StepModel(), TransferModel(), pool.block_size, mover.block_bytes, chunk_tokens
+    )
+    copying = Lane("kv-copy", 1, acks, clock=clock)
+    tiers = _Tiers(acks, announcer, past, pricing, clock)
+    staging = None
+    if stores.disk is not None or stores.remote is not None:
+        staging = _staging(mover.block_bytes, allocators)
+    if stores.host is not None:
+        tiers.add_slotted("cpu", stores.host, stores.host.num_slots, writer=copying)
+    if stores.disk is not None:
+        tiers.add_slotted("disk", stores.disk, stores.disk.ready_slots)
+        tiers.adopt(stores.recovered, root_key(namespace), pool.block_size)
+    if stores.remote is not None:
+        tiers.add_remote(stores.remote)
+    if stores.peers is not None:
+        tiers.add_peers()
+    for tier in tiers.by_name.values():
+        tier.max_storing_bytes = pool.num_blocks * mover.block_bytes
+        # The cpu tier needs no memory on the way: blocks are copied straight into their slots.
+        if staging is not None and tier.name != "cpu":
+            tier.max_storing_bytes = staging.num_bytes
+    own: dict[TierName, Tier] = {
+        name: tier for name, tier in tiers.by_name.items() if name != "peer"
+    }
+    gain = Gain(pricing, tuple(own), DecisionLog(getattr(observer, "gained", None)))
+    finder = Finder(list(own.values()), gain)
+    admission = Admission(pricing, ReuseHistory())
+    loader = Loader(
+        tiers.by_name,
+        finder,
+        gain,
+        mover,
+        announcer,
+        block_size=pool.block_size,
+        peers=stores.peers,
+        observer=observer,
+        clock=clock,
+    )
+    storer = Storer(
+        own,
+        copying,
+        mover,
+        leases,
+        announcer,
+        admission,
+        gain,
+        past,
+        host=stores.host,
+        staging=staging,
+        max_pinned_blocks=max(1, pool.num_blocks // PINNED_SHARE),
+        observer=observer,
+        clock=clock,
+    )
+    probes = Probes(
+        tiers.by_name,
+        gain,
+        mover.block_bytes,
+        peers=stores.peers,
+        peer_blocks=loader.wanted,
+        clock=clock,
+    )
+    return TierManager(
+        Parts(
+            tiers=tiers.by_name,
+            lanes=[copying, *tiers.lanes],
+            acks=acks,
+            finder=finder,
+            loader=loader,
+            storer=storer,
+            probes=probes,
+            gain=gain,
+            admission=admission,
+            past=past,
+            announcer=announcer,
+            host=stores.host,
+            peers=stores.peers,
+            block_bytes=mover.block_bytes,
+            clock=clock,
+            sleep=sleep,
+        )
+    )
+
+
+class _Tiers:
+    """Makes the tiers, with their queues."""
+
+    def __init__(
+        self,
+        acks: Acks,
+        announcer: Announcer,
+        past: Past,
+        pricing: Pricing,
+        clock: Callable[[], float],
+    ) -> None:
+        self.by_name: dict[TierName, Tier] = {}
+        self.lanes: list[Lane] = []
+        self._acks = acks
+        self._announcer = announcer
+        self._past = past
+        self._pricing = pricing
+        self._clock = clock
+
+    def add_slotted(
+        self, name: TierName, store: BlockStore, num_slots: int, writer: Lane | None = None
+    ) -> None:
+        """Add a tier whose slots are given out here."""
+
+        def evicted(entry: Entry) -> None:
+            self._past.evicted(entry.record.key)
+            if entry.is_announced:
+                self._announcer.removed(name, entry.record.key)
+
+        pricing = self._pricing
+        order = EvictionOrder(lambda depth: pricing.saved_s(name, depth * pricing.block_tokens, 1))
+        books = TierBooks(num_slots, order, evicted)
+        self.by_name[name] = Tier(
+            name,
+            self._lane(name, "read", READER_THREADS[name]),
+            self._announcer,
+            store=store,
+            books=books,
+            leases=LeaseBook(books.pin, books.unpin),
+            writer=writer or self._lane(name, "write", 1),
+        )
+
+    def adopt(self, recovered: tuple[Place, ...], root: KvKey, block_size: int) -> None:
+        """Take over what the disk held."""
+        books = self.by_name["disk"].books
+        if books is not None:
+            entries = books.adopt(recovered)
+            announce_recovered(self._announcer, "disk", entries, root, block_size)
+
+    def add_remote(self, store: RemoteStore) -> None:
+        """Add the tier that other runners write too."""
+        asking = self._lane("remote", "ask", 1)
+        self.by_name["remote"] = Tier(
+            "remote",
+            self._lane("remote", "read", READER_THREADS["remote"]),
+            self._announcer,
+            store=store,
+            index=RemoteIndex(store, asking, self._announcer, self._clock),
+            writer=self._lane("remote", "write", 1),
+        )
+
+    def add_peers(self) -> None:
+        """Add the other runners."""
+        self.by_name["peer"] = Tier(
+            "peer", self._lane("peer", "read", READER_THREADS["peer"]), self._announcer
+        )
+
+    def _lane(self, tier: TierName, work: str, num_threads: int) -> Lane:
+        lane = Lane(f"kv-{tier}-{work}", num_threads, self._acks, clock=self._clock)
+        self.lanes.append(lane)
+        return lane
+
+
+def _allocators(*, is_cuda: bool) -> tuple[Callable[[int], memoryview], ...]:
+    return (pin_memory, map_memory) if is_cuda else (map_memory,)
+
+
+def _staging(block_bytes: int, allocators: tuple[Callable[[int], memoryview], ...]) -> Staging:
+    num_bytes = max(STAGING_BYTES, STAGING_BLOCKS * slot_bytes(block_bytes))
+    return Staging(allocate_arena(num_bytes, block_bytes, option="staging", allocators=allocators))
