@@ -141,9 +141,7 @@ class SegmentStore:
         _describe(directory, layout, facts)
         is_direct = takes_direct_io(files, directory)
         if not is_direct:
-            _log.warning(
-                "no O_DIRECT here: segments go through the page cache", path=str(directory)
-            )
+            _log.warning("no O_DIRECT: segments go through the page cache", path=str(directory))
         tally = Tally()
         recovery = Recovery(directory, layout, files, tally, is_direct=is_direct)
         segments, next_number = recovery.run()
