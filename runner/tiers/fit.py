@@ -16,8 +16,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Of one observation: enough to settle what the data leave open, too little to argue with them.
-_START_WEIGHT = 0.002
+# Of one observation, for what was believed before: enough to settle what the data leave open, too
+# little to argue with them.
+_BELIEF_WEIGHT = 0.002
+
+# A term that vanished may come back: its belief is at least this share of its part at the start.
+_MIN_BELIEF = 0.01
 
 # A clock that ticked late must not become the truth: small durations weigh most.
 _MAX_SPEEDUP = 8.0
@@ -28,8 +32,8 @@ _MIN_ELAPSED_S = 1e-6
 # A day: longer is a stopped clock or a suspended machine.
 _MAX_ELAPSED_S = 86_400.0
 
-# A term may be this much larger than its share in the start values.
-_MAX_FACTOR = 1e4
+# How much a term may grow in one solution; the next begins there.
+_MAX_FACTOR = 1e3
 
 _MAX_SWEEPS = 50
 _TOLERANCE = 1e-5
@@ -42,8 +46,8 @@ class RelativeFit:
     """Learns ``seconds = sum(weight[i] * feature[i])``; one thread.
 
     Args:
-        start: Weights to begin with. Once there are observations only their proportions count:
-            they share out what the observations cannot tell apart.
+        start: Weights to begin with. Once there are observations only their proportions count,
+            to share out what the observations cannot tell apart.
         memory: After how many observations of a group one has lost two thirds of its weight.
         groups: Kinds of observations that are forgotten apart, so that many of one kind do not
             wash out the few of another.
@@ -51,7 +55,6 @@ class RelativeFit:
 
     __slots__ = (
         "_decay",
-        "_factors",
         "_products",
         "_start",
         "_sums",
@@ -66,7 +69,6 @@ class RelativeFit:
         self._decay = math.exp(-1.0 / memory)
         self._products = [[[0.0] * size for _ in start] for _ in range(groups)]
         self._sums = [[0.0] * size for _ in range(groups)]
-        self._factors = [1.0] * size
         self._unsolved = 0
         self.count = 0
         self.weights = self._start
@@ -104,31 +106,41 @@ class RelativeFit:
         return sum(map(float.__mul__, self.weights, map(float, features)))
 
     def _solve(self) -> None:
-        """Find the weights that fit best and lie near the start values, scaled to the data."""
+        """Find the weights that fit best, near what was believed before."""
         self._unsolved = 0
         size = range(len(self._start))
         products = [[sum(group[i][j] for group in self._products) for j in size] for i in size]
         sums = [sum(group[i] for group in self._sums) for i in size]
-        start = self._start
-        along = sum(start[i] * sums[i] for i in size)
-        square = sum(start[i] * start[j] * products[i][j] for i in size for j in size)
-        if not square > 0:
+        now, first = _scale(self.weights, products, sums), _scale(self._start, products, sums)
+        if not now * first > 0:
             return
-        scaled = [weight * along / square for weight in start]
-        matrix = [[scaled[i] * scaled[j] * products[i][j] for j in size] for i in size]
-        target = [scaled[i] * sums[i] + _START_WEIGHT for i in size]
-        _descend(matrix, target, self._factors)
-        self.weights = tuple(scaled[i] * self._factors[i] for i in size)
+        belief = [max(now * self.weights[i], _MIN_BELIEF * first * self._start[i]) for i in size]
+        matrix = [[belief[i] * belief[j] * products[i][j] for j in size] for i in size]
+        target = [belief[i] * sums[i] + _BELIEF_WEIGHT for i in size]
+        factors = _descend(matrix, target)
+        self.weights = tuple(map(float.__mul__, belief, factors))
 
 
-def _descend(matrix: list[list[float]], target: list[float], factors: list[float]) -> None:
-    """Move ``factors`` to the minimum within their bounds, one coordinate after the other."""
+def _scale(weights: Sequence[float], products: list[list[float]], sums: list[float]) -> float:
+    """Return by what the weights, kept in proportion, fit best; 0 if nothing can be said."""
+    along = sum(map(float.__mul__, weights, sums))
+    square = sum(
+        weight * sum(map(float.__mul__, weights, row))
+        for weight, row in zip(weights, products, strict=True)
+    )
+    return along / square if square > 0 else 0.0
+
+
+def _descend(matrix: list[list[float]], target: list[float]) -> list[float]:
+    """Return what to multiply the beliefs with, one coordinate after the other."""
+    factors = [1.0] * len(target)
     for _ in range(_MAX_SWEEPS):
         moved = 0.0
         for i, row in enumerate(matrix):
             rest = target[i] - sum(map(float.__mul__, row, factors)) + row[i] * factors[i]
-            best = min(max(rest / (row[i] + _START_WEIGHT), 0.0), _MAX_FACTOR)
+            best = min(max(rest / (row[i] + _BELIEF_WEIGHT), 0.0), _MAX_FACTOR)
             moved = max(moved, abs(best - factors[i]))
             factors[i] = best
         if moved < _TOLERANCE:
-            return
+            break
+    return factors

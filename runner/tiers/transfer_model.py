@@ -23,8 +23,11 @@ _START: dict[TierName, tuple[float, float]] = {
 # In transfers.
 _MEMORY = 64.0
 
-# How far the tier is from its line at the moment: half of a sudden slowness is believed at once.
-_DRIFT_SHARE = 0.4
+# How much of a transfer's distance from what was expected is believed at once: up to a factor of
+# two it is noise, beyond it is news.
+_NOISE_SHARE = 0.1
+_NEWS_SHARE = 0.4
+_NEWS_LOG = math.log(2.0)
 
 # How far transfers of one size are from it: a habit, not a mood.
 _SIZE_SHARE = 0.1
@@ -102,7 +105,7 @@ class TransferModel:
     ) -> float:
         """Return by when nine of ten such transfers are there."""
         line = self._line(tier, direction, source)
-        return line.expect_s(num_bytes, queued_bytes) * line.tail()
+        return line.expect_s(num_bytes, queued_bytes) * line.tail
 
     def count(self, tier: TierName, direction: Direction, source: str = "") -> int:
         """Return how many transfers have been seen."""
@@ -121,7 +124,7 @@ class TransferModel:
 class _Line:
     """Latency and rate, times how the tier does now, times how it does with that size."""
 
-    __slots__ = ("_drift_log", "_fit", "_latest_log", "_recent", "_size_logs")
+    __slots__ = ("_drift_log", "_fit", "_latest_log", "_recent", "_size_logs", "tail")
 
     def __init__(self, latency_s: float, bytes_per_s: float) -> None:
         self._fit = RelativeFit((latency_s, 1.0 / bytes_per_s), memory=_MEMORY)
@@ -129,6 +132,8 @@ class _Line:
         self._latest_log = 0.0
         self._size_logs = [0.0] * _NUM_SIZES
         self._recent: deque[float] = deque(maxlen=_MAX_RECENT)
+        # How much longer than expected the ninetieth percentile takes, at least 1.
+        self.tail = 1.0
 
     @property
     def count(self) -> int:
@@ -137,12 +142,15 @@ class _Line:
     def observe(self, num_bytes: int, elapsed_s: float) -> None:
         if self._fit.count:
             self._recent.append(elapsed_s / max(self.expect_s(num_bytes, 0), 1e-9))
+            ordered = sorted(self._recent)
+            self.tail = max(1.0, ordered[-(-len(ordered) * 9 // 10) - 1])
         self._fit.observe((1.0, float(num_bytes)), elapsed_s)
         size = _size_class(num_bytes)
         off_log = math.log(max(elapsed_s, 1e-9) / self._fit.expect_s((1.0, float(num_bytes))))
         rest_log = off_log - self._size_logs[size]
-        self._drift_log += _DRIFT_SHARE * (rest_log - self._drift_log)
-        self._drift_log = _within(self._drift_log, _MAX_DRIFT_LOG)
+        step_log = rest_log - self._drift_log
+        share = _NEWS_SHARE if abs(step_log) > _NEWS_LOG else _NOISE_SHARE
+        self._drift_log = _within(self._drift_log + share * step_log, _MAX_DRIFT_LOG)
         self._size_logs[size] += _SIZE_SHARE * (off_log - self._drift_log - self._size_logs[size])
         self._size_logs[size] = _within(self._size_logs[size], _MAX_SIZE_LOG)
         self._latest_log = rest_log
@@ -155,13 +163,6 @@ class _Line:
         size_factor = math.exp(self._size_logs[_size_class(num_bytes)])
         own_s = (latency_s + num_bytes * per_byte_s) * size_factor
         return (own_s + queued_bytes * per_byte_s) * math.exp(self._drift_log)
-
-    def tail(self) -> float:
-        """Return how much longer than expected the ninetieth percentile takes, at least 1."""
-        if not self._recent:
-            return 1.0
-        ordered = sorted(self._recent)
-        return max(1.0, ordered[-(-len(ordered) * 9 // 10) - 1])
 
 
 def _size_class(num_bytes: int) -> int:
