@@ -53,7 +53,9 @@ TimeoutOption = Annotated[
         "--timeout", min=0.0, help="Seconds the gateway may be away, or silent, before giving up."
     ),
 ]
-ConcurrencyOption = Annotated[int, typer.Option(min=1, help="Documents at a time on a worker.")]
+ConcurrencyOption = Annotated[
+    int, typer.Option(min=1, max=64, help="Documents at a time on a worker.")
+]
 ShareOption = Annotated[
     float,
     typer.Option(

@@ -7,6 +7,7 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from warmup.manifest import MAX_ID_CHARS
 from warmup.walk import LookError, matches
 
 if TYPE_CHECKING:
@@ -54,7 +55,12 @@ class Ids:
         self._sources: dict[str, str] = {}
 
     def claim(self, name: str, source: str) -> Problem | None:
-        """Give ``name`` to ``source``; the problem if it is given already."""
+        """Give ``name`` to ``source``; the problem if it is given already, or is no id."""
+        if len(name) > MAX_ID_CHARS:
+            return Problem(
+                name,
+                f"{len(name)} characters are no id, expected at most {MAX_ID_CHARS}: give it one",
+            )
         if (first := self._sources.setdefault(name, source)) is source:
             return None
         return Problem(name, f"the id stands twice, in {first} and {source}; the first one counts")

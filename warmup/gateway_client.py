@@ -74,6 +74,8 @@ class Gateway:
             headers=headers,
             timeout=httpx.Timeout(silence_s, connect=min(CONNECT_S, silence_s), write=WRITE_S),
             trust_env=not is_local,
+            # Requests are rare, and a kept connection may be dead by the next one.
+            limits=httpx.Limits(max_keepalive_connections=0),
         )
 
     def close(self) -> None:

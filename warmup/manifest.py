@@ -30,7 +30,11 @@ MAX_COPIES = 1024
 # A manifest lists documents and does not hold them all; beyond this it is the wrong file.
 MAX_MANIFEST_BYTES = 16 << 20
 
-Name = Annotated[str, Field(min_length=1, max_length=512)]
+# What the gateway takes as a document's name.
+MAX_ID_CHARS = 256
+
+Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+Name = Annotated[str, Field(min_length=1, max_length=4096)]
 # 3 is the version "3"; 1.10 would be another version than 1.1, so a number with a point is refused.
 Version = Annotated[
     str,
@@ -66,7 +70,7 @@ class Placing(Section):
     copies: Copies | None = None
     pin: bool | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
-    tenant: Name | None = None
+    tenant: Id | None = None
     version: Version | None = None
     headers: dict[str, str] | None = None
 
@@ -125,7 +129,7 @@ class DocumentEntry(Placing):
     file: Name | None = None
     glob: Name | None = None
     text: str | None = None
-    id: Name | None = None
+    id: Id | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> DocumentEntry:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from warmup.documents import Problem
 from warmup.events import End
-from warmup.gateway_client import AwayError, BodyRefusedError
+from warmup.gateway_client import AwayError, BodyRefusedError, RefusedError
 from warmup.items import Item, batches
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ Purpose = Literal["plan", "run", "verify"]
 FIRST_WAIT_S = 0.5
 # A gateway restarts in seconds: looking more rarely would waste what is left of the patience.
 MAX_WAIT_S = 15.0
+
+# So many single items refused, and none taken, is no matter of the items.
+MAX_REFUSED = 8
 
 
 class GaveUpError(Exception):
@@ -90,6 +93,8 @@ class Warming:
         self._sleep = sleep
         self._rng = rng
         self._num_requests = 0
+        self._was_taken = False
+        self._num_refused = 0
 
     @property
     def run_id(self) -> str:
@@ -133,8 +138,11 @@ class Warming:
             self._settle(batch[middle:])
 
     def _refused(self, item: Item, error: BodyRefusedError) -> None:
-        """Blame one item, or the whole request if no item was ever taken."""
+        """Blame one item, or the whole request after many if none was ever taken."""
         reason = str(error)
+        self._num_refused += 1
+        if self._num_refused >= MAX_REFUSED and not self._was_taken:
+            raise RefusedError(reason) from error
         self._book.fail([item.id], reason)
         self._talk.problem(Problem(item.id, reason))
 
@@ -157,6 +165,7 @@ class Warming:
         """
         with self._gateway.warm(body) as events:
             for event, line in events:
+                self._was_taken = True
                 self._book.apply(event, expected=expected)
                 self._talk.event(event, line)
                 if isinstance(event, End) and event.stopped:
