@@ -91,16 +91,17 @@ class Gain:
         # A request that went away proves nothing, unless it had waited longer than computing takes.
         is_stopped = done.outcome == "stopped"
         patience_s = decision.recompute_s if is_stopped else saved_s
-        is_lost = done.elapsed_s > decision.weight * patience_s + MIN_GAIN_S
+        lost_s = done.elapsed_s - decision.weight * patience_s
+        is_lost = lost_s > MIN_GAIN_S
         for tier, share in _delivered(decision.runs, done.num_blocks).items():
             trust = self._of(tier, decision.source)
             trust.read_at_s = now_s
             if not is_stopped:
                 trust.note_delivered(share)
             if not is_lost and share == 1.0:
-                trust.won()
+                trust.won(-lost_s)
         if is_lost:
-            self._of(self._slowest(decision), decision.source).lost()
+            self._of(self._slowest(decision), decision.source).lost(lost_s)
 
     def observe_probe(
         self,

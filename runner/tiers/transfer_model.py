@@ -30,7 +30,7 @@ _NEWS_SHARE = 0.4
 _NEWS_LOG = math.log(2.0)
 
 # How far transfers of one size are from it: a habit, not a mood.
-_SIZE_SHARE = 0.1
+_SIZE_SHARE = 0.03
 
 # A size differs from the line by its pieces, at most fourfold; beyond that the tier is slow.
 _MAX_SIZE_LOG = math.log(4.0)

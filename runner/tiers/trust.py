@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Restores that took longer than computing would have: so many, less the others, and no more.
+# Restores that took longer than computing would have: so many before the others have made up for
+# the time lost, and the tier is refused.
 MAX_LOSSES = 3
 
 # How often a tier that is idle or refused is asked for one block.
@@ -21,7 +22,8 @@ class Trust:
     """What is known of one tier, or of one peer. Owned by the engine thread.
 
     Attributes:
-        losses: Loads that were slower than computing, less those that were not.
+        losses: Loads slower than computing, since the time they lost was last made up for.
+        debt_s: Time they lost that has not been made up for.
         is_refused: No user's request may load from it.
         delivered: Share of wanted blocks that come (0..1), moving average.
         read_at_s: When something was last read from it.
@@ -31,6 +33,7 @@ class Trust:
     """
 
     losses: int = 0
+    debt_s: float = 0.0
     is_refused: bool = False
     delivered: float = 1.0
     read_at_s: float = _NEVER_S
@@ -44,20 +47,23 @@ class Trust:
         self.typical_blocks += share * (num_blocks - self.typical_blocks)
         self.typical_start_tokens += share * (start_tokens - self.typical_start_tokens)
 
-    def lost(self) -> None:
-        """Note a load that was slower than computing."""
+    def lost(self, lost_s: float) -> None:
+        """Note a load that was slower than computing, by how much."""
+        self.debt_s += lost_s
         self.losses = min(self.losses + 1, MAX_LOSSES)
         if self.losses == MAX_LOSSES:
             self.is_refused = True
 
-    def won(self) -> None:
+    def won(self, saved_s: float) -> None:
         """Note a load that was quicker; a refused tier comes back by a probe alone."""
-        if not self.is_refused:
-            self.losses = max(0, self.losses - 1)
+        self.debt_s = max(0.0, self.debt_s - saved_s)
+        if not self.debt_s and not self.is_refused:
+            self.losses = 0
 
     def readmit(self) -> None:
         """Let requests load again; the next loss refuses it once more."""
         self.is_refused = False
+        self.debt_s = 0.0
         self.losses = MAX_LOSSES - 1
 
     def note_delivered(self, share: float) -> None:
