@@ -280,7 +280,8 @@ class Storer:
         if num_stored:
             self._count(tier, num_stored, job)
             tier.writing.succeeded()
-        else:
+        elif not getattr(tier.store, "is_paused", False):
+            # A store that pauses by itself has said so.
             tier.writing.failed(self._clock(), job.error)
         results += [False] * (len(items) - len(results))
         for item, is_stored in zip(items, results, strict=True):
