@@ -47,6 +47,8 @@ from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.requests import Telemetry
 from gateway.tokenize import Tokenize
 from gateway.unsupported import unsupported
+from gateway.warm.metrics import WarmCollector
+from gateway.warm.warmer import Warmer
 from gateway.worth.metrics import WorthCollector
 from gateway.worth.tier import write_per_read
 from gateway.worth.worth import Worth
@@ -116,6 +118,7 @@ class Gateway:
         self._unfollow, self.fleet.on_gone = self.fleet.on_gone, self._gone
         self.worth = Worth(settings, write_per_read=write_per_read(self.fleet))
         self.telemetry.register(WorthCollector(self.worth.account))
+        self.warmer = self._make_warmer()
         self.decision_log = make_decision_log(settings)
         self._decisions: DecisionLogger | None = None
         if self.decision_log is not None:
@@ -162,6 +165,8 @@ class Gateway:
         for sharer in self._sharers:
             self._share(sharer.run())
         await self.fleet.start()
+        if self.warmer.is_keeping:
+            self._share(self.warmer.keeper.run())
         await self.operators.start()
         await self._first_view()
 
@@ -187,6 +192,7 @@ class Gateway:
             task = self._shared.pop()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        await self.warmer.close()
         await self.fleet.stop()
         await self.operators.close()
         if self.request_log is not None:
@@ -232,6 +238,7 @@ class Gateway:
             self.rewriters,
             worth=self.worth.account,
             shared=self._shared_index,
+            warmer=self.warmer,
         )
         tokenize = Tokenize(self.dispatcher, limits)
         app = make_app(
@@ -246,6 +253,27 @@ class Gateway:
         self.operators = Operators(self.settings.server, self._role, admin, self.telemetry)
         self.operators.place(app)
         return app
+
+    def _make_warmer(self) -> Warmer:
+        warmer = Warmer(
+            self.settings,
+            self.dispatcher,
+            self.fleet,
+            self.worth.account,
+            rewriters=self.rewriters,
+            limits=make_limits(self.settings),
+            on_finish=self._warmed,
+            is_mine=lambda pool, worker: (
+                self.exchange is None or self.exchange.is_first(pool, worker)
+            ),
+        )
+        self.telemetry.register(WarmCollector(warmer.counts, warmer.num_warm, warmer.stored))
+        return warmer
+
+    def _warmed(self, plan: Plan, ticket: Ticket) -> None:
+        """Take note of a request of warm-up: the worker's, and nobody's traffic."""
+        self.fleet.finished(plan, ticket)
+        self._routed(plan, ticket)
 
     def _shared_index(self, pool: str) -> dict[str, Any] | None:
         """Return what the shared index says of a pool; None where the index is our own."""
@@ -262,17 +290,20 @@ class Gateway:
     def _finished(self, plan: Plan, ticket: Ticket) -> None:
         self.fleet.finished(plan, ticket)
         self.misses.observe(plan, ticket)
-        self.worth.observe(plan, ticket)
+        self.warmer.finished(plan, ticket, self.worth.observe(plan, ticket))
         if self._decisions is not None:
             self._decisions.finished(plan, ticket)
-        if self.sharing is not None and plan.prompt is not None:
-            prompt = plan.prompt
-            self.sharing.routed(plan.pool, ticket.worker, prompt.block_hashes, prompt.root)
+        self._routed(plan, ticket)
         # What recurs is seen in a sample as well, and every request would pay for more.
         now_s = time.monotonic()
         if now_s >= self._recurrence_due_s:
             self._recurrence_due_s = now_s + RECURRENCE_EVERY_S
             segments.observe(plan)
+
+    def _routed(self, plan: Plan, ticket: Ticket) -> None:
+        if self.sharing is not None and plan.prompt is not None:
+            prompt = plan.prompt
+            self.sharing.routed(plan.pool, ticket.worker, prompt.block_hashes, prompt.root)
 
     def _observe(self, record: RequestRecord) -> None:
         self.telemetry.observe(record)

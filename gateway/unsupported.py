@@ -27,6 +27,10 @@ def unsupported(settings: Settings) -> tuple[list[str], list[str]]:
         )
     for pool in settings.pools:
         errors += _pool_errors(pool)
+        if pool.keep_warm.enabled and not pool.keep_warm.store:
+            warnings.append(
+                f"pools[{pool.name}].keep_warm: nothing can be warmed again without store: true"
+            )
     if settings.telemetry.otlp_endpoint:
         warnings.append("telemetry.otlp_endpoint: traces are not exported by this version")
     return errors, warnings
@@ -56,5 +60,3 @@ def _pool_errors(pool: PoolConfig) -> Iterator[str]:
         yield f"{where}.discovery.type: {pool.discovery.type} is not available; expected static"
     if pool.worker_allow:
         yield f"{where}.worker_allow: workers come from this file only; expected an empty list"
-    if pool.keep_warm.enabled:
-        yield f"{where}.keep_warm: not available in this version"

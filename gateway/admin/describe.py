@@ -35,6 +35,8 @@ def worker_row(fleet: Fleet, pool: Pool, worker: Worker, now_s: float) -> dict[s
         "pool": pool.name,
         "mode": events["mode"],
         "state": _state(worker, now_s),
+        # The part of the requests it may take while its cache is filled; 1 = all of them.
+        "share": 1.0 if worker.slow_start is None else worker.slow_start.share(now_s),
         "ready": worker.health.ready and fleet.watches[worker.id].checked.is_set(),
         "in_flight": worker.books.in_flight,
         "queued_tokens": worker.books.queued_tokens,
@@ -118,5 +120,7 @@ def _state(worker: Worker, now_s: float) -> str:
         return "draining"
     if not worker.health.ready:
         return "not_ready"
+    if worker.slow_start is not None:
+        return "warming"
     breaker = worker.health.breaker(now_s)
     return "ready" if breaker == "closed" else breaker.value

@@ -13,6 +13,7 @@ import orjson
 from aiohttp import web
 
 from gateway.admin.describe import pool_row, worker_row
+from gateway.admin.warm import WarmEndpoints
 from gateway.errors import (
     Forbidden,
     GatewayError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from gateway.routing.dispatch import Dispatcher
     from gateway.routing.pool import Pool, Worker
     from gateway.telemetry.requests import Telemetry
+    from gateway.warm.warmer import Warmer
     from gateway.worth.account import WorthAccount
 
 # What Prometheus' text parsers expect.
@@ -59,6 +61,7 @@ class Admin:
         worth: The worth of lower tiers; without it there is no such endpoint.
         shared: Pool name -> what the shared index says of it, as plain values, with ``workers`` by
             id; None where the index is this process's own.
+        warmer: Warms workers up; without one there are no such endpoints.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Admin:
         rewriters: Mapping[str, Rewriter] | None = None,
         worth: WorthAccount | None = None,
         shared: Callable[[str], dict[str, Any] | None] = lambda _pool: None,
+        warmer: Warmer | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._fleet = fleet
@@ -84,6 +88,7 @@ class Admin:
         self._rewriters = rewriters or {}
         self._worth = worth
         self._shared = shared
+        self._warm = None if warmer is None else WarmEndpoints(warmer, limits, misses)
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of these endpoints."""
@@ -92,6 +97,13 @@ class Admin:
             reports.append(web.get("/admin/v1/misses", self._guarded(self.misses)))
         if self._worth is not None:
             reports.append(web.get("/admin/v1/worth", self._guarded(self.worth)))
+        if self._warm is not None:
+            reports += [
+                web.post("/admin/v1/warm", self._guarded(self._warm.warm)),
+                web.get("/admin/v1/warm", self._guarded(self._warm.state)),
+                web.get("/admin/v1/documents", self._guarded(self._warm.documents)),
+                web.post("/admin/v1/purge", self._guarded(self._warm.purge)),
+            ]
         return [
             *reports,
             web.get("/admin/v1/index", self._guarded(self.index)),
@@ -204,11 +216,11 @@ class Admin:
         return worker_row(self._fleet, pool, worker, self._clock())
 
     def _guarded(
-        self, handler: Callable[[web.Request], Awaitable[web.Response]]
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        self, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """Let only operators through, and give their errors the usual shape."""
 
-        async def guarded(request: web.Request) -> web.Response:
+        async def guarded(request: web.Request) -> web.StreamResponse:
             try:
                 self._check_access(request)
                 return await handler(request)

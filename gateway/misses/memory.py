@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from gateway.misses.known import Known
     from prefix_index.blocks import BlockHash
@@ -89,6 +89,13 @@ class Memory:
         if self._entries.get(entry.tail) is entry:
             del self._entries[entry.tail]
             self._release(entry)
+
+    def forget(self, is_meant: Callable[[Known], bool]) -> int:
+        """Forget prompts for good; return how many."""
+        gone = [entry for entry in self._entries.values() if is_meant(entry.known)]
+        for entry in gone:
+            self.drop(entry)
+        return len(gone)
 
     def near(self, features: Sequence[int], limit: int) -> list[Known]:
         """Return the prompts that share most features, newest first among equals."""

@@ -108,6 +108,23 @@ class MissReport:
         """Return ``GET /admin/v1/misses``: causes with the most expensive first, and totals."""
         return self.tally.report()
 
+    def forget(self, tenant: str | None, document: str) -> int:
+        """Forget what is kept of a tenant's or a document's requests.
+
+        Args:
+            tenant: Whose; None = anybody's.
+            document: Only what was about this document; empty = everything.
+
+        Returns:
+            How many prompts and groups of losses were forgotten.
+        """
+        num_prompts = 0
+        if not document:
+            # Prompts are kept without the identity of their document: they leave with their tenant,
+            # or as newer ones come.
+            num_prompts = self._memory.forget(lambda known: known.scope[1] == tenant)
+        return num_prompts + self.tally.forget(tenant, document)
+
     async def settled(self) -> None:
         """Return once everything observed so far is compared."""
         while self._task is not None:

@@ -111,6 +111,20 @@ class Tally:
         self._older_s = now_s if is_idle else self._begun_s
         self._begun_s = now_s
 
+    def forget(self, tenant: str | None, document: str) -> int:
+        """Forget the groups of a tenant (None = of anybody) or of a document (empty = all).
+
+        Returns:
+            How many were forgotten; their tokens stay in the totals.
+        """
+        num_gone = 0
+        for window in self._windows:
+            gone = [key for key in window if _is_of(key, tenant, document)]
+            for key in gone:
+                del window[key]
+            num_gone += len(gone)
+        return num_gone
+
     def report(self) -> dict[str, Any]:
         """Return causes, most expensive first, and totals, as plain JSON values."""
         self.rotate()
@@ -145,6 +159,14 @@ class Tally:
                 "advice": ADVICE[cause],
                 "by": [_listed(key, group) for key, group in ranked[:MAX_LISTED]],
             }
+
+
+def _is_of(key: _Key, tenant: str | None, document: str) -> bool:
+    _, _, _, whose, _, about = key
+    if tenant is not None and whose != tenant:
+        return False
+    name = about.partition(":")[2]
+    return not document or document in (name, name.rpartition("@")[0])
 
 
 def _listed(key: _Key, group: Group) -> dict[str, Any]:

@@ -86,8 +86,12 @@ class WorthAccount:
             tier = self._tiers[plan.pool.name] = Tier()
         tier.observe(candidate, candidate.model)
         use = self._use(plan, ticket, candidate, candidate.model, shared, now_s)
+        group = None
         for group in self._groups_of(plan, now_s):
             group.add(use, now_s)
+        if shared and group is not None:  # the last one is the document's
+            group.shared_end = prompt.block_hashes[shared // prompt.block_size - 1]
+            group.shared_end_tokens = shared
         return shared
 
     def verdict(self, plan: Plan) -> Verdict:
@@ -111,6 +115,33 @@ class WorthAccount:
             ):
                 return found
         return Verdict.UNKNOWN
+
+    def document(self, pool: str, ring_key: str) -> Group | None:
+        """Return the sums of one document, as its affinity key names it."""
+        return self._documents.get(pool, ring_key)
+
+    def hot(self) -> list[tuple[str, str, Group]]:
+        """Return pool, ring key and sums of all documents, those first that reuse saves most."""
+        now_s = self._clock()
+        found = list(self._documents.items())
+        for _, _, group in found:
+            group.fade(now_s)
+        found.sort(key=lambda row: -row[2].recompute_s)
+        return found
+
+    def forget(self, is_meant: Callable[[str, str, str], bool]) -> int:
+        """Forget groups of documents and tenants.
+
+        Args:
+            is_meant: Says it of a pool, a tenant and a ring key; the key is empty for the sums of
+                a tenant.
+
+        Returns:
+            How many were forgotten.
+        """
+        return self._documents.forget(
+            lambda pool, key, group: is_meant(pool, group.tenant, key)
+        ) + self._tenants.forget(lambda pool, tenant, _: is_meant(pool, tenant, ""))
 
     def report(self) -> dict[str, Any]:
         """Return ``GET /admin/v1/worth``, as plain JSON values."""

@@ -10,6 +10,7 @@ from gateway.worth.rule import Terms, Verdict, judge
 
 if TYPE_CHECKING:
     from gateway.worth.rule import Worth
+    from prefix_index.blocks import BlockHash
 
 # A steady rate of r an hour shows as r.
 WINDOW_S = 3600.0
@@ -63,17 +64,22 @@ class Group:
         kind: Kind of the identity; empty for pools and tenants.
         tenant: Tenant; empty for pools.
         requests: Finished requests, and so on as in ``Use``.
+        shared_end: Last block of what its last reuse shared with requests before; None without one.
+        shared_end_tokens: Tokens up to there.
     """
 
     __slots__ = (
         *("_at_s", "_judged_s", "_verdict", "eviction_s", "kind", "lost_tokens"),
         *("prefill_s", "prompt_tokens", "recompute_s", "requests", "reuses"),
-        *("shared_tokens", "store_tokens", "tenant", "write_tokens"),
+        *("shared_end", "shared_end_tokens", "shared_tokens", "store_tokens", "tenant"),
+        "write_tokens",
     )
 
     def __init__(self, now_s: float, *, tenant: str = "", kind: str = "") -> None:
         self.tenant = tenant
         self.kind = kind
+        self.shared_end: BlockHash | None = None
+        self.shared_end_tokens = 0
         self.requests = self.reuses = 0.0
         self.prompt_tokens = self.shared_tokens = self.lost_tokens = self.store_tokens = 0.0
         self.recompute_s = self.write_tokens = self.eviction_s = 0.0

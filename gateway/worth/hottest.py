@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gateway.worth.group import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 class Hottest:
@@ -43,6 +43,13 @@ class Hottest:
                 self.rest[old_pool] = Group(now_s)
             self.rest[old_pool].absorb(coldest, now_s)
         return group
+
+    def forget(self, is_meant: Callable[[str, str, Group], bool]) -> int:
+        """Forget groups for good, by pool, name and sums; return how many."""
+        gone = [key for key, group in self._groups.items() if is_meant(*key, group)]
+        for key in gone:
+            del self._groups[key]
+        return len(gone)
 
     def items(self) -> Iterator[tuple[str, str, Group]]:
         """Yield pool, name and group of those that are kept by themselves."""

@@ -62,11 +62,16 @@ class Worth:
             secret=secret,
         )
 
-    def observe(self, plan: Plan, ticket: Ticket) -> None:
-        """Take note of a finished attempt; for ``on_finish``. About 20 us; never raises."""
+    def observe(self, plan: Plan, ticket: Ticket) -> int:
+        """Take note of a finished attempt; for ``on_finish``. About 20 us; never raises.
+
+        Returns:
+            Leading tokens of its prompt that had been computed before.
+        """
         shared_tokens = self.account.observe(plan, ticket)
         if shared_tokens and plan.pool.name in self._capped:
             self.ends.observe(plan, shared_tokens)
+        return shared_tokens
 
     def offload_put(
         self, plan: Plan, body: bytes, *, also: Mapping[str, bytes] | None = None

@@ -1,0 +1,133 @@
+"""When the next piece of a warm-up may go to a worker that has users, and how large it may be.
+
+Users come first: nothing is sent while one of them waits, and while there are any, warm-up takes
+its share of the worker's time and no more. A piece that is being computed cannot be called back, so
+pieces are short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from gateway.routing.cost import prefill_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gateway.fleet.fleet import Fleet
+    from gateway.routing.dispatch import Dispatcher
+    from gateway.routing.pool import Pool, Worker
+    from gateway.warm.sending import Sender
+
+# A user that comes while a piece is computed waits for the rest of it: a quarter of a second beside
+# users, a second on a worker that has none.
+BUSY_PIECE_S = 0.25
+IDLE_PIECE_S = 1.0
+# Likewise while the worker's speed is unknown.
+BUSY_PIECE_TOKENS = 512
+IDLE_PIECE_TOKENS = 2048
+# Shorter pieces cost more in requests than they spare.
+MIN_PIECE_TOKENS = 128
+# A worker had users if one of them was there so lately.
+RECENT_S = 5.0
+# Requests that the engine itself queues, as its metrics say: others' traffic that passes us by.
+MAX_ENGINE_QUEUE = 4
+LOOK_S = 0.02
+# Under users that never pause, one piece goes after so long, or nothing would ever be warm.
+MAX_PAUSE_S = 10.0
+
+
+class Manners:
+    """Politeness towards one worker; event loop only.
+
+    Args:
+        dispatcher: Its gate says who waits.
+        fleet: Knows what the worker's metrics say.
+        sender: Knows which requests are ours.
+        pool: The worker's pool.
+        worker: The worker.
+        max_share: Share of its time that may be taken while it has users.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        fleet: Fleet,
+        sender: Sender,
+        pool: Pool,
+        worker: Worker,
+        max_share: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._gate = dispatcher.gate
+        self._fleet = fleet
+        self._sender = sender
+        self._pool = pool
+        self._worker = worker
+        self._max_share = max_share
+        self._clock = clock
+        self._user_seen_s = float("-inf")
+
+    def has_users(self) -> bool:
+        """Whether clients' requests are there, or were a moment ago."""
+        now_s = self._clock()
+        num_ours = len(self._sender.in_flight.get(self._worker.id, ()))
+        others = None if self._pool.others is None else self._pool.others.of(self._worker.id)
+        num_others = 0 if others is None else others.in_flight
+        if self._worker.books.in_flight + num_others > num_ours:
+            self._user_seen_s = now_s
+        return now_s - self._user_seen_s < RECENT_S
+
+    def is_waited_for(self) -> bool:
+        """Whether a client waits for this worker, here, elsewhere or in its own queue."""
+        ours = self._sender.in_flight.get(self._worker.id, ())
+        our_tokens = sum(ticket.decision.estimate().uncached_tokens for ticket in ours)
+        others = None if self._pool.others is None else self._pool.others.of(self._worker.id)
+        queued = self._worker.books.queued_tokens + (0 if others is None else others.queued_tokens)
+        watch = self._fleet.watches.get(self._worker.id)
+        waiting = None if watch is None else watch.scrape.waiting
+        return (
+            self._pool.name in self._gate.lines
+            or queued > our_tokens
+            or (waiting or 0) > MAX_ENGINE_QUEUE
+        )
+
+    async def turn(self, is_over: Callable[[], bool]) -> None:
+        """Wait until it is our turn, at most ``MAX_PAUSE_S``; at once when ``is_over``."""
+        until_s = self._clock() + MAX_PAUSE_S
+        while self.is_waited_for() and not is_over() and self._clock() < until_s:
+            self._user_seen_s = self._clock()
+            await asyncio.sleep(LOOK_S)
+
+    def piece_tokens(self, done_tokens: int, all_tokens: int) -> int:
+        """Return up to which token to send next.
+
+        Args:
+            done_tokens: Tokens that are there already.
+            all_tokens: The item's.
+        """
+        is_busy = self.has_users()
+        model = self._worker.learner.model
+        if model is None:
+            size = BUSY_PIECE_TOKENS if is_busy else IDLE_PIECE_TOKENS
+        else:
+            limit_s = BUSY_PIECE_S if is_busy else IDLE_PIECE_S
+            # What one more token costs here; later ones are a little dearer.
+            per_token_s = prefill_s(model, 1, done_tokens + 1)
+            size = int(limit_s / per_token_s) if per_token_s > 0.0 else all_tokens
+        block_size = self._worker.block_size or self._pool.block_size
+        size = max(MIN_PIECE_TOKENS, block_size, size // block_size * block_size)
+        end = done_tokens + size
+        # A short rest goes along.
+        return all_tokens if all_tokens - end < MIN_PIECE_TOKENS else end
+
+    async def rest(self, elapsed_s: float, is_over: Callable[[], bool]) -> None:
+        """Leave the worker to its users for their share of the time after a piece."""
+        until_s = self._clock() + elapsed_s * (1.0 / self._max_share - 1.0)
+        while self.has_users() and not is_over():
+            left_s = until_s - self._clock()
+            if left_s <= 0.0:
+                return
+            await asyncio.sleep(min(LOOK_S, left_s))

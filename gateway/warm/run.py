@@ -1,0 +1,481 @@
+"""One warm-up run: reads the items, plans, sends, proves, and says each as it happens.
+
+Each worker gets its items by itself, so that one that is slow, refuses or dies holds up nobody
+else. A run may be stopped at any time; running it again goes on where it ended, since what is held
+is not computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import structlog
+
+from gateway.warm.items import Refused
+from gateway.warm.manners import Manners
+from gateway.warm.placement import held_by
+from gateway.warm.sending import SendError, Sent
+from gateway.warm.verify import Proof, prove
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection, Sequence
+
+    from gateway.fleet.fleet import Fleet
+    from gateway.routing.dispatch import Dispatcher
+    from gateway.routing.pool import Pool, Worker
+    from gateway.warm.items import Item, Order
+    from gateway.warm.metrics import WarmCounts
+    from gateway.warm.placement import Placer
+    from gateway.warm.plan import Placement
+    from gateway.warm.sending import Sender
+    from gateway.warm.shareable import Finder, Shareable
+    from gateway.warm.warmed import Warmed
+
+    Emit = Callable[[dict[str, Any]], Awaitable[None]]
+
+Copy = Literal["waiting", "warm", "failed", "skipped"]
+
+log = structlog.get_logger("warmlane")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What all runs of a process use."""
+
+    dispatcher: Dispatcher
+    fleet: Fleet
+    finder: Finder
+    placer: Placer
+    sender: Sender
+    counts: WarmCounts
+    warmed: Warmed
+    clock: Callable[[], float]
+    clock_unix: Callable[[], float]
+    on_warm: Callable[[Shareable], None]
+
+
+@dataclass(slots=True)
+class Result:
+    """Where one item stands: what became of each of its copies.
+
+    Attributes:
+        copies: By position among the item's placements.
+        reason: Why it is not warm, as far as it is not.
+    """
+
+    copies: list[Copy] = field(default_factory=list)
+    reason: str = ""
+
+    @property
+    def state(self) -> str:
+        """Return warm, partial, failed or waiting."""
+        num_warm = self.copies.count("warm")
+        if num_warm == len(self.copies) and num_warm:
+            return "warm"
+        if "waiting" in self.copies:
+            return "waiting"
+        return "partial" if num_warm else "failed"
+
+
+@dataclass(slots=True)
+class _Job:
+    """One copy to send or to prove."""
+
+    found: Shareable
+    placement: Placement
+    position: int
+    state: str = "planned"
+    reason: str = ""
+    cached_tokens: int | None = None
+    computed_tokens: int = 0
+    is_warm: bool = False
+
+    def row(self) -> dict[str, Any]:
+        """Return where it stands, as plain values."""
+        return {
+            "id": self.placement.id,
+            "worker": self.placement.worker,
+            "state": self.state,
+            "tokens": self.placement.tokens,
+            "cached_tokens": self.cached_tokens,
+            "computed_tokens": self.computed_tokens,
+            "reason": self.reason,
+        }
+
+
+class Run:
+    """One run; event loop only.
+
+    Args:
+        parts: What it uses.
+        order: What is asked for.
+        run_id: Its name.
+        emit: Takes each event; it waits while the receiver is slow.
+        only: Workers that may be used; none named = all.
+        found: What is to be warmed beside the order's items, read already.
+
+    Attributes:
+        results: Item id -> where it stands.
+        is_over: Whether it has ended.
+        is_stopped: Whether it was told to stop.
+        has_failed: Whether something in the gateway ended it.
+        computed_tokens: Tokens computed so far.
+        cached_tokens: Tokens that were there already.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        order: Order,
+        run_id: str,
+        emit: Emit,
+        *,
+        only: Collection[str] = (),
+        found: Sequence[Shareable] = (),
+    ) -> None:
+        self.run_id = run_id
+        self.results: dict[str, Result] = {}
+        self.is_over = False
+        self.is_stopped = False
+        self.has_failed = False
+        self.computed_tokens = self.cached_tokens = 0
+        self.began_s = parts.clock()
+        self.began_unix_s = parts.clock_unix()
+        self.elapsed_s = 0.0
+        self.refused = dict(order.refused)
+        self._parts = parts
+        self._order = order
+        self._emit = emit
+        self._only = only
+        self._found = found
+        self._served: list[_Job] = []
+        self._copies: list[_Job] = []
+
+    def stop(self) -> None:
+        """Send nothing more; what is in flight finishes."""
+        self.is_stopped = True
+
+    async def run(self) -> None:
+        """Do all of it; called once. Only a receiver that fails ends it early."""
+        try:
+            found = await self._find(self._order.items)
+            placements = await self._parts.placer.plan(
+                list(found.values()),
+                self._order.budget_tokens,
+                only=self._only,
+                now_s=self._parts.clock(),
+            )
+            jobs = self._jobs(found, placements)
+            await self._emit(self._plan_event(placements))
+            for name, reason in self.refused.items():
+                await self._emit(_failed(name, None, reason))
+            if not self._order.dry_run or self._order.verify:
+                await self._serve_all(jobs)
+            if not self._order.dry_run:
+                await self._look_again()
+        except BaseException:
+            self.has_failed = not self.is_stopped
+            raise
+        finally:
+            self.is_over = True
+            self.elapsed_s = self._parts.clock() - self.began_s
+        await self._emit(self.summary() | {"event": "end"})
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run in numbers, as plain values."""
+        states = [result.state for result in self.results.values()]
+        elapsed_s = self.elapsed_s if self.is_over else self._parts.clock() - self.began_s
+        return {
+            "run_id": self.run_id,
+            "warm": states.count("warm"),
+            "partial": states.count("partial"),
+            "failed": states.count("failed") + len(self.refused),
+            "waiting": states.count("waiting"),
+            "refused": len(self.refused),
+            "items": len(states) + len(self.refused),
+            "computed_tokens": self.computed_tokens,
+            "cached_tokens": self.cached_tokens,
+            "elapsed_s": round(elapsed_s, 3),
+            "stopped": self.is_stopped,
+            "dry_run": self._order.dry_run,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return the run with where each copy stands, as plain values."""
+        name = "running"
+        if self.is_over:
+            name = "failed" if self.has_failed else "stopped" if self.is_stopped else "done"
+        elif self.is_stopped:
+            name = "stopping"
+        documents = [job.row() for job in self._copies]
+        documents += [
+            {"id": name, "worker": None, "state": "failed", "tokens": None, "cached_tokens": None,
+             "computed_tokens": 0, "reason": reason}
+            for name, reason in self.refused.items()
+        ]  # fmt: skip
+        return self.summary() | {
+            "state": name,
+            "model": self._order.model or None,
+            "started_at": self.began_unix_s,
+            "documents": documents,
+        }
+
+    async def _find(self, items: Sequence[Item]) -> dict[str, Shareable]:
+        """Read all items; those that cannot be are refused."""
+        found = {one.item.id: one for one in self._found}
+        for item in items:
+            if self.is_stopped:
+                break
+            try:
+                found[item.id] = await self._parts.finder.find(item)
+            except Refused as error:
+                self._refuse(item.id, str(error))
+            except Exception as error:  # bodies are odd in more ways than anybody foresees
+                log.warning("warm_item_unreadable", error=type(error).__name__)
+                self._refuse(item.id, f"it cannot be read: {type(error).__name__}")
+        return found
+
+    def _refuse(self, name: str, reason: str) -> None:
+        self.refused[name] = reason
+        self._parts.counts.failed[""] += 1
+
+    def _jobs(
+        self, found: dict[str, Shareable], placements: Sequence[Placement]
+    ) -> dict[str, deque[_Job]]:
+        """Return worker id -> what is to be sent or proven there, in order."""
+        jobs: dict[str, deque[_Job]] = {}
+        for placement in placements:
+            result = self.results.setdefault(placement.id, Result())
+            result.copies.append("waiting")
+            job = _Job(found[placement.id], placement, len(result.copies) - 1)
+            self._copies.append(job)
+            if placement.worker is not None and placement.action in ("warm", "skip_held"):
+                jobs.setdefault(placement.worker, deque()).append(job)
+            else:
+                self._judge(job, "skipped", placement.reason)
+        return jobs
+
+    def _plan_event(self, placements: Sequence[Placement]) -> dict[str, Any]:
+        actions = [placement.action for placement in placements]
+        warm = [placement for placement in placements if placement.action == "warm"]
+        seconds = [placement.seconds for placement in warm]
+        return {
+            "event": "plan",
+            "run_id": self.run_id,
+            "placements": [msgspec.to_builtins(placement) for placement in placements],
+            "refused": [{"id": name, "reason": reason} for name, reason in self.refused.items()],
+            "totals": {
+                "placements": len(placements),
+                "refused": len(self.refused),
+                **{action: actions.count(action) for action in dict.fromkeys(actions)},
+                "tokens": sum(placement.tokens for placement in warm),
+                "seconds": None if None in seconds else sum(s for s in seconds if s is not None),
+            },
+        }
+
+    async def _serve_all(self, jobs: dict[str, deque[_Job]]) -> None:
+        tasks = []
+        for worker_id, queue in jobs.items():
+            pool = queue[0].found.pool
+            worker = pool.workers.get(worker_id)
+            if worker is None:
+                await self._give_up(queue, f"worker {worker_id} is gone")
+                continue
+            tasks += [
+                asyncio.ensure_future(self._serve(pool, worker, queue))
+                for _ in range(min(self._order.concurrency, len(queue)))
+            ]
+        try:
+            await asyncio.gather(*tasks)
+        except asyncio.CancelledError:
+            await _cancel(tasks)  # the process ends
+            raise
+        except BaseException:
+            # The receiver is gone: nothing more is sent, what is in flight finishes.
+            self.stop()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def _serve(self, pool: Pool, worker: Worker, queue: deque[_Job]) -> None:
+        parts, order = self._parts, self._order
+        manners = Manners(
+            parts.dispatcher, parts.fleet, parts.sender, pool, worker, order.max_share, parts.clock
+        )
+        while queue and not self.is_stopped:
+            job = queue.popleft()
+            try:
+                await self._warm(job, worker, manners)
+            except SendError as error:
+                await self._fail(job, worker.id, str(error))
+                if error.is_hopeless:
+                    await self._give_up(queue, str(error))
+            except ConnectionError:
+                raise  # whoever takes the events is gone
+            except Exception as error:
+                log.error("warm_item_failed", error=repr(error), exc_info=error)
+                await self._fail(job, worker.id, f"{type(error).__name__} in the gateway")
+
+    async def _warm(self, job: _Job, worker: Worker, manners: Manners) -> None:
+        """Send one item in pieces, and prove it."""
+        computed = 0
+        if self._order.dry_run and job.placement.action == "warm":
+            await self._say_cold(job, worker)
+            return
+        if job.placement.action == "warm":
+            computed = await self._send(job, worker, manners)
+            if computed < 0:
+                return  # stopped half-way
+        if self._order.verify:
+            await manners.turn(self._is_stopping)
+            parts, tokens = self._parts, job.placement.tokens
+            proof = await prove(
+                parts.sender,
+                job.found,
+                worker.id,
+                tokens,
+                parts.clock,
+                may_compute=not self._order.dry_run,
+            )
+            self._count(worker.id, proof.sent, is_probe=True)
+            computed += proof.computed_tokens
+            job.is_warm = proof.is_warm
+            self._judge(job, "warm" if proof.is_warm else "failed", proof.reason)
+            job.state = "warm" if proof.is_warm else "cold"
+            job.cached_tokens, job.computed_tokens = proof.cached_tokens, computed
+            if not proof.is_warm:
+                self._parts.counts.failed[worker.id] += 1
+            await self._emit(proof.event(job.found.item.id, worker.id))
+        else:
+            job.is_warm = True
+            self._judge(job, "warm", "")
+        if job.is_warm:
+            self._served.append(job)
+            self._parts.warmed.add(job.found, worker.id, computed)
+            self._parts.on_warm(job.found)
+
+    async def _say_cold(self, job: _Job, worker: Worker) -> None:
+        """Tell of a copy that is not there, without a probe: that would compute it."""
+        proof = Proof(job.placement.tokens)
+        held = held_by(job.found.pool, job.found).get(worker.id)
+        proof.held_tokens = 0 if held is None else held.tokens
+        self._judge(job, "failed", "not held")
+        job.state = "cold"
+        event = proof.event(job.found.item.id, worker.id)
+        await self._emit(event | {"cached_tokens": 0, "reason": "not held"})
+
+    async def _send(self, job: _Job, worker: Worker, manners: Manners) -> int:
+        """Send one item; return the tokens computed for it, or -1 if the run was stopped."""
+        sender, found, tokens = self._parts.sender, job.found, job.placement.tokens
+        name = found.item.id
+        job.state = "running"
+        await self._emit({"event": "start", "id": name, "worker": worker.id, "tokens": tokens})
+        # What is there already needs no pieces.
+        held = held_by(found.pool, found).get(worker.id)
+        done = 0 if held is None else min(held.tokens, tokens)
+        sent: list[Sent] = []
+        while not sent or done < tokens:
+            await manners.turn(self._is_stopping)
+            if self.is_stopped:
+                return -1
+            end = tokens
+            if sender.takes_pieces(found.pool):
+                end = min(tokens, manners.piece_tokens(done, tokens))
+            sent.append(await sender.send(found, worker.id, end))
+            self._count(worker.id, sent[-1:])
+            done = end
+            if done < tokens:
+                await self._emit(_progress("progress", name, worker.id, done, sent))
+                await manners.rest(sent[-1].elapsed_s, self._is_stopping)
+        await self._emit(_progress("done", name, worker.id, tokens, sent))
+        await manners.rest(sent[-1].elapsed_s, self._is_stopping)
+        return sum(part.computed_tokens for part in sent)
+
+    async def _look_again(self) -> None:
+        """Take back what was pushed out by what came after it."""
+        for job in self._served:
+            pool, worker_id = job.found.pool, job.placement.worker
+            worker = None if worker_id is None else pool.workers.get(worker_id)
+            if worker is None or worker.mode != "exact":
+                continue
+            held = held_by(pool, job.found).get(worker.id)
+            tokens = 0 if held is None else held.tokens
+            if tokens < job.placement.tokens:
+                reason = "it was evicted by what came after it"
+                self._judge(job, "failed", reason)
+                await self._emit(
+                    {
+                        "event": "verified",
+                        "id": job.found.item.id,
+                        "worker": worker.id,
+                        "cached_tokens": None,
+                        "wanted_tokens": job.placement.tokens,
+                        "held_tokens": tokens,
+                        "warm": False,
+                        "proven": False,
+                        "reason": reason,
+                    }
+                )
+
+    def _is_stopping(self) -> bool:
+        return self.is_stopped
+
+    def _judge(self, job: _Job, copy: Copy, reason: str) -> None:
+        job.state, job.reason = copy, reason
+        result = self.results[job.found.item.id]
+        result.copies[job.position] = copy
+        result.reason = reason or result.reason
+
+    def _count(self, worker_id: str, sent: Sequence[Sent], *, is_probe: bool = False) -> None:
+        """Add up what requests computed and found; a probe finds what was warmed just before."""
+        counts = self._parts.counts
+        for one in sent:
+            if is_probe and one.cached_tokens is None:
+                continue
+            self.computed_tokens += one.computed_tokens
+            counts.computed_tokens[worker_id] += one.computed_tokens
+            if not is_probe:
+                self.cached_tokens += one.cached_tokens or 0
+                counts.cached_tokens[worker_id] += one.cached_tokens or 0
+
+    async def _give_up(self, queue: deque[_Job], reason: str) -> None:
+        while queue:
+            job = queue.popleft()
+            await self._fail(job, job.placement.worker, reason)
+
+    async def _fail(self, job: _Job, worker_id: str | None, reason: str) -> None:
+        self._judge(job, "failed", reason)
+        self._parts.counts.failed[worker_id or ""] += 1
+        await self._emit(_failed(job.found.item.id, worker_id, reason))
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _failed(name: str, worker_id: str | None, reason: str) -> dict[str, Any]:
+    return {"event": "failed", "id": name, "worker": worker_id, "reason": reason}
+
+
+def _progress(
+    event: str, name: str, worker_id: str, tokens: int, sent: Sequence[Sent]
+) -> dict[str, Any]:
+    """Return the event of an item's progress.
+
+    ``cached_tokens`` are those that the first piece found; later ones find what the pieces before
+    them computed.
+    """
+    return {
+        "event": event,
+        "id": name,
+        "worker": worker_id,
+        "tokens": tokens,
+        "cached_tokens": sent[0].cached_tokens,
+        "computed_tokens": sum(part.computed_tokens for part in sent),
+        "elapsed_s": round(sum(part.elapsed_s for part in sent), 6),
+    }
