@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from runner.sampling import Drawn
     from runner.sequence import Sequence
     from runner.tiers.interface import BuildTiers, Tiers
+    from runner.tiers.peer import PeerStore
     from runner.types import EngineConfig, EngineRequest, FinishReason, TokenOutput
 
 _log = logging.getLogger(__name__)
@@ -99,6 +100,11 @@ class EngineCore:
         self._generation_tokens_total = 0
         self._stall_s_total = 0.0
         self._is_stalled = False
+
+    @property
+    def puller(self) -> PeerStore | None:
+        """What pulls KV from other runners."""
+        return self._tiers.peers if self._tiers is not None else None
 
     def calibrate(self) -> None:
         """Time a step for the tiers; before the first request."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from runner.leases import Loan
     from runner.model import Model
     from runner.tiers.interface import BuildTiers
+    from runner.tiers.peer import PeerStore
     from runner.types import EngineConfig, EngineRequest, EngineStats
 
 # An answer waits for the step in progress; a prefill chunk on a slow CPU takes seconds.
@@ -77,6 +78,16 @@ class Engine:
     def max_model_len(self) -> int:
         """Most tokens of prompt and completion."""
         return self._core.limits.max_model_len
+
+    @property
+    def namespace(self) -> KvKey:
+        """Root of all keys of the base model: equal only where KV bytes mean the same."""
+        return self._core.namespace
+
+    @property
+    def puller(self) -> PeerStore | None:
+        """What pulls KV from other runners; None where no peer is allowed."""
+        return self._core.puller
 
     def start(self) -> None:
         """Start the engine thread."""

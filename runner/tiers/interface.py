@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from runner.kvkeys import KvKey
     from runner.leases import LeaseBook
     from runner.pool.blocks import BlockPool
+    from runner.tiers.peer import PeerStore
     from runner.tiers.types import (
         BlockMover,
         BlockRecord,
@@ -58,6 +59,11 @@ class Tiers(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether transfers are under way."""
+        ...
+
+    @property
+    def peers(self) -> PeerStore | None:
+        """What pulls from other runners; thread-safe figures."""
         ...
 
     def consider(self, query: LoadQuery, now_s: float) -> LoadPlan | Literal["pending"] | None:

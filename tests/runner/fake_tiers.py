@@ -69,6 +69,7 @@ class FakeTiers:
     num_clears: int = 0
     is_closed: bool = False
     has_work: bool = False
+    peers: Any = None
     _failed: set[str] = field(default_factory=set)
     _events: list[Event] = field(default_factory=list)
     _ids: Any = field(default_factory=itertools.count)
