@@ -59,6 +59,9 @@ class Caching:
         scripted = None if self.before is None else self.before(seen)
         if scripted is not None:
             return scripted
+        if seen.target == "/reset_prefix_cache":
+            self.held.clear()
+            return answer(b"")
         body = seen.json()
         if seen.target == "/generate":
             ids, is_chat = body["input_ids"], False
