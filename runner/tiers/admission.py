@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,12 +23,15 @@ _TYPICAL_BLOCKS = 16
 # A write queue of this length makes writing twice as dear.
 _QUEUE_DOUBLES_S = 0.1
 
-# Until so many reads have been seen, the tier's rate is a cautious guess, and a tier that nothing
-# is stored on would never be measured.
+# Until so many reads have been seen, the tier's rate is a cautious guess.
 _MEASURED_READS = 3
 
+# How often a tier that is not worth it gets a block all the same: what nothing is written to can
+# be neither probed nor seen to become quicker.
+_TRIAL_INTERVAL_S = 10.0
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Admission:
     """Owned by the engine thread.
 
@@ -39,6 +42,7 @@ class Admission:
 
     pricing: Pricing
     history: ReuseHistory
+    _tried_at_s: dict[TierName, float] = field(default_factory=dict)
 
     def worth_storing(
         self,
@@ -51,6 +55,8 @@ class Admission:
     ) -> bool:
         """Return whether to write a block, ``p_reuse * gain > write seconds * pressure``.
 
+        Counts the block as offered, once for all tiers.
+
         Args:
             tier: Where to.
             record: Which block.
@@ -62,17 +68,23 @@ class Admission:
         self.history.offered(record.key, record.depth, touches)
         if fullness > NEARLY_FULL and touches < SECOND_TOUCH:
             return False
-        gain_s = self._gain_s(tier, record.depth)
-        if gain_s <= 0:
-            return False
-        transfers, num_bytes = self.pricing.transfers, self.pricing.block_bytes
-        write_s = transfers.expect_s(tier, "write", _TYPICAL_BLOCKS * num_bytes) / _TYPICAL_BLOCKS
-        queue_s = transfers.expect_s(tier, "write", num_bytes, queued_bytes) - write_s
-        pressure = 1.0 + max(0.0, queue_s) / _QUEUE_DOUBLES_S
         likely = self.history.likelihood(record.depth, touches)
         if record.depth < _FIRST_BLOCKS and fullness <= NEARLY_FULL:
             likely = 1.0
-        return likely * gain_s > write_s * pressure
+        if likely * self._gain_s(tier, record.depth) > self._price_s(tier, queued_bytes):
+            return True
+        if now_s - self._tried_at_s.get(tier, float("-inf")) < _TRIAL_INTERVAL_S:
+            return False
+        self._tried_at_s[tier] = now_s
+        return True
+
+    def _price_s(self, tier: TierName, queued_bytes: int) -> float:
+        """Return what writing one block among its neighbours costs, dearer behind a queue."""
+        transfers, num_bytes = self.pricing.transfers, self.pricing.block_bytes
+        write_s = transfers.expect_s(tier, "write", _TYPICAL_BLOCKS * num_bytes) / _TYPICAL_BLOCKS
+        alone_s = transfers.expect_s(tier, "write", num_bytes)
+        queue_s = transfers.expect_s(tier, "write", num_bytes, queued_bytes) - alone_s
+        return write_s * (1.0 + queue_s / _QUEUE_DOUBLES_S)
 
     def _gain_s(self, tier: TierName, depth: int) -> float:
         """Return what one block saves when it is read back among its neighbours."""
