@@ -87,9 +87,9 @@ class TierBooks:
         return self._num_writing
 
     @property
-    def fullness(self) -> float:
-        """Share of the slots that is not free."""
-        return 1.0 - len(self._free) / self.num_slots if self.num_slots else 1.0
+    def num_used(self) -> int:
+        """Slots that are not free."""
+        return self.num_slots - len(self._free)
 
     def grow(self, num_slots: int) -> None:
         """Make more slots usable."""

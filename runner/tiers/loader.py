@@ -136,7 +136,7 @@ class Loader:
                     plan.query.owner, "load", deadline_s + LEASE_SLACK_S, slots
                 )
             read = self._reader_of(piece.tier, planned.decision.source)
-            settle = partial(self._settle, piece, planned.decision.source)
+            settle = partial(self._settle, load, piece, planned.decision.source)
             piece.tier.reader.submit(piece.make_job(read, self._mover, deadline_s, settle))
         self._gain.pricing.overhead.observe_submit(
             len(planned.decision.runs), self._clock() - started_s
@@ -228,17 +228,20 @@ class Loader:
             raise ValueError(f"tier {tier.name} has nothing to read from")
         return partial(self._peers.read_from, source)
 
-    def _settle(self, piece: Piece, source: str, job: Job) -> None:
+    def _settle(self, load: Load, piece: Piece, source: str, job: Job) -> None:
         """Take note that a piece's thread is done with it, even if it was closed before."""
         tier, now_s = piece.tier, self._clock()
         outcome = piece.end()
         num_bytes = piece.num_done * self._mover.block_bytes
+        transfers = self._gain.pricing.transfers
         if num_bytes:
             tier.moved("read", piece.num_done, num_bytes)
-            self._gain.pricing.transfers.observe(
-                tier.name, "read", num_bytes, job.elapsed_s, source
-            )
+            transfers.observe(tier.name, "read", num_bytes, job.elapsed_s, source)
             self._observer.transferred(tier.name, "read", job.elapsed_s, num_bytes)
+        elif load.is_late:
+            # One block takes at least as long as none came in.
+            block_bytes = self._mover.block_bytes
+            transfers.observe(tier.name, "read", block_bytes, job.elapsed_s, source)
         if tier.name == "peer":
             return
         if outcome == "done":

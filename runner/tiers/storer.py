@@ -146,20 +146,19 @@ class Storer:
         """Whether a tier lacks a block, works, and the block is worth its room there."""
         key = record.key
         if tier.books is not None:
-            is_known, fullness = tier.books.knows(key), tier.books.fullness
+            is_known = tier.books.knows(key)
         else:
             is_known = key in self._sending or tier.holds(key, record.tokens, now_s)
-            fullness = 0.0
         if is_known or tier.is_write_paused(now_s):
             return False
+        touches = self._past.touches(key)
         return self._admission.worth_storing(
-            tier.name, record, self._past.touches(key), fullness, tier.storing_bytes, now_s
+            tier.name, record, touches, tier.fullness, tier.storing_bytes, now_s
         )
 
     def _reserve(self, tier: Tier, item: Outgoing) -> bool:
         """Reserve a block's place on a tier; False if there is no room, there or on the way."""
-        bound = tier.max_storing_bytes
-        if tier.storing_bytes + self._mover.block_bytes > bound:
+        if tier.storing_bytes + self._mover.block_bytes > tier.max_storing_bytes:
             return False
         entry = None
         if tier.books is not None:

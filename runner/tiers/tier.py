@@ -76,6 +76,22 @@ class Tier:
         """All its queues."""
         return [self.reader] if self.writer is None else [self.reader, self.writer]
 
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks that fit once all slots are made; 0 where others hold the blocks for us."""
+        if self.books is None:
+            return 0
+        is_growing = getattr(self.store, "is_growing", False)
+        num_slots: int = getattr(self.store, "num_slots", 0) if is_growing else 0
+        return max(self.books.num_slots, num_slots)
+
+    @property
+    def fullness(self) -> float:
+        """Share of the room in use (0..1); 0 where others see to the room."""
+        if self.books is None:
+            return 0.0
+        return self.books.num_used / max(1, self.capacity_blocks)
+
     def holds(self, key: KvKey, tokens: bytes, now_s: float) -> bool:
         """Whether a block can be loaded from here, as far as is known."""
         if self.books is not None:
@@ -132,7 +148,7 @@ class Tier:
             oldest["write"] = self.writer.oldest_s(now_s)
         return TierStats(
             tier=self.name,
-            capacity_bytes=None if books is None else books.num_slots * block_bytes,
+            capacity_bytes=None if books is None else self.capacity_blocks * block_bytes,
             used_bytes=None if books is None else len(books) * block_bytes,
             num_blocks=None if books is None else len(books),
             queue_bytes=queue,

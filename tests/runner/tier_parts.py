@@ -249,11 +249,12 @@ class Rig:
         recovered: tuple[Place, ...] = (),
         remote: ScriptedStore | None = None,
         peers: ScriptedPeers | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] | None = None,
         token_s: float = 1.0,
     ) -> None:
-        self.clock = clock
+        # Stands still, so that no deadline passes on a busy machine unless a test wants it to.
+        manual = ManualClock()
+        self.clock = clock = clock or manual
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.memory = Memory(num_blocks)
         self.leases = LeaseBook(self.pool.pin, self.pool.unpin)
@@ -274,7 +275,7 @@ class Rig:
             wake=self.wakes.release,
             observer=self.observer,
             clock=clock,
-            sleep=sleep,
+            sleep=self._sleep,
         )
         # So dear that restoring always pays, unless a test wants it otherwise.
         for tokens in (16, 32, 64):
@@ -282,6 +283,11 @@ class Rig:
         self.done: list[LoadDone] = []
         self.events: list[object] = []
         self._num_owners = 0
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        if isinstance(self.clock, ManualClock):
+            self.clock.advance(seconds)
 
     def chain(self, tokens: Sequence[int], salt: str = "") -> BlockChain:
         chain = BlockChain(root_key(NAMESPACE, salt=salt), BLOCK_SIZE, salt)
@@ -414,6 +420,7 @@ class Rig:
     def check(self) -> None:
         """Everything is back where it belongs; nothing was written where it must not."""
         self.settle()
+        self.wait(lambda: not any(lane.num_open for lane in self.tiers._parts.lanes))
         assert not self.memory.strays
         assert len(self.leases) == 0
         assert self.pool.num_pinned == 0
