@@ -79,9 +79,10 @@ class Book:
         self.rows[name] = Row(problem=problem.reason)
 
     def expect(self, ids: Iterable[str]) -> None:
-        """Make rows for documents that are about to be sent."""
+        """Make rows for documents that are about to be sent; old proof of them counts no more."""
         for name in ids:
-            self.rows.setdefault(name, Row())
+            for copy in self.rows.setdefault(name, Row()).copies.values():
+                copy.state = "held"
 
     def fail(self, ids: Iterable[str], reason: str) -> None:
         """Say why documents are not warm, and will not be in this run."""
@@ -128,6 +129,11 @@ class Book:
             if state in ("done", "failed"):
                 copy.state = state
                 copy.reason = document.get("reason")
+
+    def is_warm(self, name: str) -> bool:
+        """Whether every copy of a document is proven."""
+        row = self.rows.get(name)
+        return row is not None and row.is_warm
 
     def unsettled(self, ids: Iterable[str]) -> list[str]:
         """Return those of whose copies more is to come, or nothing has come."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from warmup.book import Book
 from warmup.drain import wait_for_end
 from warmup.gateway_client import SILENCE_S, AwayError, Gateway, RefusedError
-from warmup.items import read_items
+from warmup.items import Item, read_items
 from warmup.manifest import Manifest, ManifestError, check_url, read_manifest
 from warmup.report import (
     plan_json,
@@ -29,7 +29,7 @@ from warmup.run import Ask, GaveUpError, Purpose, Warming
 from warmup.talk import JsonLines, Lines, Several, clean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from warmup.options import Options
     from warmup.talk import Talk
@@ -85,6 +85,14 @@ class Session:
             assert self.options.manifest is not None, "it was read from there"
             folder = Path(self.options.manifest).parent
             warming.warm(read_items(self.manifest, folder))
+
+    def warm_items(self) -> Iterator[Item]:
+        """Read once more the documents that have proved warm."""
+        assert self.manifest is not None, "only manifests have items"
+        assert self.options.manifest is not None, "it was read from there"
+        for item in read_items(self.manifest, Path(self.options.manifest).parent):
+            if isinstance(item, Item) and self.book.is_warm(item.id):
+                yield item
 
 
 def plan(options: Options) -> int:
@@ -156,6 +164,10 @@ def _run(session: Session) -> int:
     code, failure = EXIT_DONE, None
     try:
         session.send(warming)
+        if warming.num_batches > 1:
+            talk.say("looking once more: later documents may have pushed out earlier ones")
+            warming = session.warming("verify", session.book, talk)
+            warming.warm(session.warm_items())
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
         _drain(session, warming, talk)

@@ -70,6 +70,9 @@ class Warming:
         clock: Monotonic seconds.
         sleep: Waits for seconds.
         rng: Spreads the retries.
+
+    Attributes:
+        num_batches: Sent so far.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Warming:
         self._sleep = sleep
         self._rng = rng
         self._num_requests = 0
+        self.num_batches = 0
         self._was_taken = False
         self._num_refused = 0
 
@@ -109,6 +113,7 @@ class Warming:
             GaveUpError: If it is away for too long.
         """
         for batch in batches(self._items(found)):
+            self.num_batches += 1
             self._book.expect(item.id for item in batch)
             self._settle(batch)
 
@@ -181,7 +186,7 @@ class Warming:
         """Return the fields of the next request but for what is to be warmed."""
         self._num_requests += 1
         ask = self._ask
-        budget = ask.budget_tokens
+        budget = ask.budget_tokens if ask.purpose != "verify" else None
         if budget is not None:
             budget = max(0, budget - self._book.spent_tokens(ask.purpose))
         return {

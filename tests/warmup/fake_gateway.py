@@ -49,6 +49,7 @@ class FakeGateway:
         refused: Documents it cannot take, with why.
         failing: (document, worker) that fail, with why.
         unproven: (document, worker) whose probe finds too little.
+        pushed_out: The document that leaves when one is computed.
         placed: Fixed placements by document.
         gate: While clear, nothing is computed.
         token: Asked for, if set.
@@ -61,6 +62,7 @@ class FakeGateway:
     refused: dict[str, str] = field(default_factory=dict)
     failing: dict[tuple[str, str], str] = field(default_factory=dict)
     unproven: dict[tuple[str, str], int] = field(default_factory=dict)
+    pushed_out: dict[str, str] = field(default_factory=dict)
     placed: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     silent_about: set[str] = field(default_factory=set)
     hot: list[str] = field(default_factory=list)
@@ -143,6 +145,7 @@ class FakeGateway:
         yield {"event": "progress", **about, "tokens": 50}
         self.computed.append((name, worker))
         self.held[worker].add(name)
+        self.held[worker].discard(self.pushed_out.get(name, ""))
         counts = {"tokens": 100, "cached_tokens": 0, "computed_tokens": 100, "elapsed_s": 0.1}
         yield {"event": "done", **about, **counts}
 

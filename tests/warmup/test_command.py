@@ -86,6 +86,24 @@ def test_what_is_not_warm_is_named_and_the_exit_code_is_3(
     assert "failed b.md on w1: the worker refused: 500" in err
 
 
+def test_what_a_later_batch_pushed_out_is_not_reported_warm(
+    folder: Path,
+    gateway: FakeGateway,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("warmup.items.MAX_BATCH_ITEMS", 1)
+    gateway.pushed_out["d.md"] = "a.md"
+
+    assert warmup("run", folder, gateway) == 3
+
+    out, _ = capsys.readouterr()
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[1][:5] == ["a.md", "w0", "cold", "0", "100"]
+    assert "3 of 4 documents are warm" in out
+    assert [request["dry_run"] for request in gateway.requests] == [False] * 4 + [True] * 4
+
+
 def test_a_run_in_json_is_one_event_a_line_and_a_result(
     folder: Path, gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
 ) -> None:
