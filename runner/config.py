@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runner.tiers.options import TierOptions
+from runner.tiers.peer import peer_url
+from runner.tiers.resp import parse_url
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -32,6 +36,7 @@ POOL_MEMORY_RATIO = 0.25
 MAX_DEFAULT_POOL_TOKENS = 65_536
 
 DTYPES = ("float32", "bfloat16")
+_SWITCH = {"true": True, "1": True, "false": False, "0": False}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]i?)?(B?)")
@@ -63,6 +68,12 @@ class RunnerConfig:
         kv_replay: ZMQ endpoint to answer replays on.
         served_model_name: None takes the model's own name.
         lora: Folders of LoRA adapters by the names clients ask for.
+        host_bytes: Memory for KV that the pool has given up; 0 for none.
+        ssd_dir: Folder for KV on disk; None for none.
+        ssd_bytes: Most it may take there.
+        remote: Redis that several runners keep KV in; None for none.
+        peers: Runners that a request may name as the source of its prefix.
+        serve_peers: Hand out KV to other runners.
     """
 
     model: str = DEFAULT_MODEL
@@ -77,7 +88,24 @@ class RunnerConfig:
     kv_replay: str | None = None
     served_model_name: str | None = None
     lora: Mapping[str, Path] = field(default_factory=dict)
+    host_bytes: int = 0
+    ssd_dir: Path | None = None
+    ssd_bytes: int = 0
+    remote: str | None = None
+    peers: tuple[str, ...] = ()
+    serve_peers: bool = False
     log_level: str = "info"
+
+    @property
+    def tiers(self) -> TierOptions:
+        """What is beneath the KV pool."""
+        return TierOptions(
+            host_bytes=self.host_bytes,
+            disk_dir=self.ssd_dir,
+            disk_bytes=self.ssd_bytes,
+            remote_url=self.remote,
+            peers=self.peers,
+        )
 
     @property
     def name(self) -> str:
@@ -100,8 +128,13 @@ def parse_args(
     options = parser.parse_args(flags)
     if options.kv_replay and not options.kv_events:
         parser.error("--kv-replay needs --kv-events")
+    if options.ssd_bytes and options.ssd_dir is None:
+        parser.error("--ssd-bytes needs --ssd-dir")
+    if options.ssd_dir is not None and not options.ssd_bytes:
+        parser.error("--ssd-dir needs --ssd-bytes, the most it may take there")
     adapters = options.lora or []
-    config = RunnerConfig(**vars(options) | {"lora": dict(adapters)})
+    peers = tuple(dict.fromkeys(url for urls in options.peers or () for url in urls))
+    config = RunnerConfig(**vars(options) | {"lora": dict(adapters), "peers": peers})
     names = [config.name, *(name for name, _ in adapters)]
     if repeated := {name for name in names if names.count(name) > 1}:
         parser.error(f"--lora: more than one model or adapter is called {min(repeated)}")
@@ -142,8 +175,37 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-model-len", type=_positive, metavar="N", help="most tokens of prompt + completion")
     add("--kv-events", metavar="ADDR", help="publish KV events here, e.g. tcp://127.0.0.1:5557")
     add("--kv-replay", metavar="ADDR", help="answer replays of KV events here")
+    _add_tiers(parser)
     add("--log-level", choices=LOG_LEVELS, default=defaults.log_level, help="(%(default)s)")
     return parser
+
+
+def _add_tiers(parser: argparse.ArgumentParser) -> None:
+    tiers = parser.add_argument_group(
+        "tiers", "Where KV goes that the pool has no room for. Sizes: 512MiB, 20GB, or bytes."
+    )
+    add = tiers.add_argument
+    add("--host-bytes", type=parse_bytes, default=0, metavar="N", help="host memory to keep KV in")
+    add("--ssd-dir", type=Path, metavar="DIR", help="folder to keep KV in; one runner per folder")
+    add("--ssd-bytes", type=parse_bytes, default=0, metavar="N", help="most it takes in --ssd-dir")
+    add("--remote", type=_remote, metavar="URL", help="Redis to share KV in (redis://HOST:PORT/0)")
+    add(
+        "--peer",
+        dest="peers",
+        type=_peers,
+        action="append",
+        metavar="URL",
+        help="runner that requests may name as the source of their prefix; repeatable, or a,b",
+    )
+    add(
+        "--serve-peers",
+        type=_switch,
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="true|false",
+        help="hand out KV to other runners on this port, by block key",
+    )
 
 
 def _flags_of(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> list[str]:
@@ -164,6 +226,16 @@ def _flags_of(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> li
     return flags
 
 
+def parse_bytes(text: str) -> int:
+    """Read an amount of memory: ``512MiB``, ``1.5GB``, ``4Gi``, or a number of bytes.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none.
+    """
+    size = parse_pool_size(text)
+    return size.num_bytes or size.tokens
+
+
 def parse_pool_size(text: str) -> PoolSize:
     """Read a capacity: ``32768``, ``32Ki`` (tokens) or ``512MiB``, ``1.5GB`` (memory).
 
@@ -173,7 +245,7 @@ def parse_pool_size(text: str) -> PoolSize:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; expected tokens (32768, 32Ki) or memory (512MiB)"
+            f"{text!r} is no size; expected a number (32768, 32Ki) or memory (512MiB)"
         )
     number, unit, is_bytes = match.groups()
     unit = unit or ""
@@ -223,6 +295,28 @@ def _adapter(text: str) -> tuple[str, Path]:
     if not name or not equals or not folder:
         raise argparse.ArgumentTypeError(f"{text!r} is no adapter; expected NAME=DIR")
     return name, Path(folder)
+
+
+def _remote(text: str) -> str:
+    try:
+        parse_url(text)
+    except ValueError as error:
+        # The address may hold a password: it is not repeated.
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _peers(text: str) -> list[str]:
+    try:
+        return [peer_url(url) for url in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in _SWITCH:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return _SWITCH[text.lower()]
 
 
 def _port(text: str) -> int:

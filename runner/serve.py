@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
 from tokenizers import Tokenizer
 
-from runner.config import ConfigError, RunnerConfig, pool_tokens
+from runner.config import ConfigError, RunnerConfig, memory_bytes, pool_tokens
 from runner.detokenizer import TokenTexts
 from runner.fetch import ModelMissingError, model_path
 from runner.gguf import GgufError
-from runner.metrics import RunnerMetrics
+from runner.metrics import RunnerMetrics, TransferMeter
 from runner.publisher import EventPublisher, PublisherError
 from runner.server import AddressError, HttpServer, bind
 from runner.service import ModelFacts, PromptPipeline, Service
@@ -86,11 +87,16 @@ def load(config: RunnerConfig) -> Runner:
                 opened.callback(publisher.close)
             # Only now, since torch takes seconds to import and a taken port must not wait for it.
             files, model = _read_model(config, path)
-            runner = _assemble(config, path, files, model, bound, publisher)
+            meter = TransferMeter(config.name)
+            engine, facts = _make_engine(config, path, model, publisher, meter)
+            opened.callback(engine.stop, ENGINE_STOP_TIMEOUT_S)
+            service = _make_service(facts, files, engine, publisher, meter, _address(bound))
             opened.pop_all()
     except (ModelMissingError, AddressError, PublisherError) as error:
         raise StartError(str(error)) from error
-    return runner
+    server = HttpServer(service, bound)
+    port = bound.getsockname()[1]
+    return Runner(f"http://{_address(bound)}", port, engine, service, server, publisher)
 
 
 def _read_model(config: RunnerConfig, path: Path) -> tuple[TokenizerFiles, Model]:
@@ -110,47 +116,68 @@ def _read_model(config: RunnerConfig, path: Path) -> tuple[TokenizerFiles, Model
         raise StartError(str(error)) from error
 
 
-def _assemble(
-    config: RunnerConfig,
-    path: Path,
-    files: TokenizerFiles,
-    model: Model,
-    bound: socket.socket,
-    publisher: EventPublisher | None,
-) -> Runner:
-    engine, facts = _make_engine(config, path, model, publisher)
+def _address(bound: socket.socket) -> str:
     host, port = bound.getsockname()[:2]
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _make_service(
+    facts: ModelFacts,
+    files: TokenizerFiles,
+    engine: Engine,
+    publisher: EventPublisher | None,
+    meter: TransferMeter,
+    address: str,
+) -> Service:
     try:
         detokenizer = Tokenizer.from_str(files.tokenizer_json)
     except Exception as error:  # the library has no narrower one
-        raise StartError(f"{path}: tokenizer.json cannot be read: {error}") from error
-    service = Service(
+        raise StartError(f"{facts.root}: tokenizer.json cannot be read: {error}") from error
+    puller = engine.puller
+    return Service(
         facts=facts,
         engine=engine,
         prompts=PromptPipeline(files, facts),
         detokenizer=detokenizer,
         texts=TokenTexts(detokenizer),
         files=files,
-        metrics=RunnerMetrics(model=facts.name, worker=address, stats=engine.stats),
+        metrics=RunnerMetrics(
+            model=facts.name,
+            worker=address,
+            stats=engine.stats,
+            transfers=meter,
+            pulls=puller.figures if puller is not None else None,
+        ),
         publisher=publisher,
     )
-    return Runner(f"http://{address}", port, engine, service, HttpServer(service, bound), publisher)
 
 
 def _make_engine(
-    config: RunnerConfig, path: Path, model: Model, publisher: EventPublisher | None
+    config: RunnerConfig,
+    path: Path,
+    model: Model,
+    publisher: EventPublisher | None,
+    meter: TransferMeter,
 ) -> tuple[Engine, ModelFacts]:
     from runner.engine import Engine
+    from runner.tiers.assemble import TiersError, build_tiers
 
     tokens, max_model_len = _limits(config, model)
+    if config.host_bytes > (available := memory_bytes()):
+        # The system would promise it all the same, and kill this process when it is used.
+        raise ConfigError(
+            f"--host-bytes {config.host_bytes}: this machine has {available} bytes of memory"
+        )
     sizes = EngineConfig(
         block_size=config.block_size, pool_tokens=tokens, max_model_len=max_model_len
     )
+    on_events = publisher.publish if publisher is not None else None
     try:
-        engine = Engine(model, sizes, publisher.publish if publisher is not None else None)
+        engine = Engine(model, sizes, on_events, partial(build_tiers, config.tiers, observer=meter))
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    except TiersError as error:
+        raise StartError(str(error)) from error
     facts = ModelFacts(
         name=config.name,
         root=str(path),

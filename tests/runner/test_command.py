@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,9 @@ from runner.config import (
     parse_pool_size,
     pool_tokens,
 )
-from runner.serve import load
+from runner.serve import StartError, load
+from runner.tiers.options import TierOptions
+from tests.live_runner import LiveRunner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -184,6 +187,45 @@ def test_a_taken_port_is_exit_1(smollm2_dir: Path) -> None:
     assert port in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"host_bytes": 2**50}, "--host-bytes"),
+        ({"host_bytes": 1000}, "--host-bytes"),
+        ({"ssd_bytes": 1000}, "no block"),
+    ],
+    ids=["more than there is", "less than a block", "less than a segment"],
+)
+def test_a_tier_that_cannot_be_had_is_said_in_one_line_and_leaves_nothing_open(
+    smollm2_dir: Path, tmp_path: Path, settings: dict[str, Any], complaint: str
+) -> None:
+    folder = {"ssd_dir": tmp_path / "kv"} if "ssd_bytes" in settings else {}
+    sizes = {"model": str(smollm2_dir), "port": 0, "pool": PoolSize(tokens=512)}
+    threads = threading.active_count()
+    with pytest.raises((StartError, ConfigError), match=complaint) as caught:
+        load(RunnerConfig(**sizes, **folder, **settings))
+
+    assert "\n" not in str(caught.value)
+    assert threading.active_count() == threads
+
+
+def test_a_second_runner_on_one_folder_is_refused_until_the_first_has_ended(
+    smollm2_dir: Path, tmp_path: Path
+) -> None:
+    config = RunnerConfig(
+        model=str(smollm2_dir),
+        port=0,
+        pool=PoolSize(tokens=512),
+        ssd_dir=tmp_path / "kv",
+        ssd_bytes=256 * 2**20,
+    )
+    with LiveRunner.start(config), pytest.raises(StartError, match=str(config.ssd_dir)):
+        load(config)
+
+    with LiveRunner.start(config) as second:
+        assert httpx.get(f"{second.url}/health").status_code == 200
+
+
 def test_an_unknown_host_is_exit_1(smollm2_dir: Path) -> None:
     done = run("--host", "host.invalid", WARMLANE_MODELS_DIR=str(smollm2_dir.parent))
 
@@ -206,6 +248,25 @@ def test_adapters_come_from_flags_and_the_environment() -> None:
     assert parse_args([], {}).lora == {}
 
 
+def test_tiers_come_from_flags_and_the_environment() -> None:
+    flags = ["--host-bytes", "512MiB", "--ssd-dir", "kv", "--ssd-bytes", "20GB", "--serve-peers"]
+    flags += ["--peer", "http://B:8101/", "--peer", "http://c", "--peer", "http://b:8101"]
+    environ = {"WARMLANE_RUNNER__REMOTE": "redis://h:1/2", "WARMLANE_RUNNER__PEER": "http://d:1"}
+
+    config = parse_args(flags, environ)
+
+    assert config.tiers == TierOptions(
+        host_bytes=512 * 2**20,
+        disk_dir=Path("kv"),
+        disk_bytes=20 * 10**9,
+        remote_url="redis://h:1/2",
+        peers=("http://d:1", "http://b:8101", "http://c:80"),
+    )
+    assert config.serve_peers
+    assert parse_args([], {"WARMLANE_RUNNER__SERVE_PEERS": "1"}).serve_peers
+    assert not parse_args([], {}).tiers.has_any
+
+
 @pytest.mark.parametrize(
     ("flags", "environ", "named"),
     [
@@ -215,6 +276,15 @@ def test_adapters_come_from_flags_and_the_environment() -> None:
         (["--pool-tokens", "lots"], {}, "--pool-tokens"),
         (["--nonsense"], {}, "--nonsense"),
         (["--kv-replay", "tcp://127.0.0.1:1"], {}, "--kv-events"),
+        (["--host-bytes", "much"], {}, "--host-bytes"),
+        (["--ssd-bytes", "1GiB"], {}, "--ssd-bytes needs --ssd-dir"),
+        (["--ssd-dir", "d"], {}, "--ssd-dir needs --ssd-bytes"),
+        (["--remote", "http://127.0.0.1"], {}, "expected redis://HOST:PORT/DATABASE"),
+        (["--remote", "redis://h:port"], {}, "the port must be a number"),
+        (["--peer", "127.0.0.1:8101"], {}, "expected http://HOST:PORT"),
+        (["--peer", "http://a:1,ftp://b"], {}, "expected http://HOST:PORT"),
+        (["--serve-peers=maybe"], {}, "neither true nor false"),
+        ([], {"WARMLANE_RUNNER__SSD_BYTES": "1"}, "--ssd-bytes needs --ssd-dir"),
         (["--lora", "tone"], {}, "expected NAME=DIR"),
         (["--lora", "=dir"], {}, "expected NAME=DIR"),
         (["--lora", "tone="], {}, "expected NAME=DIR"),
