@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from runner.tiers.pricing import TYPICAL_BLOCKS
+
 if TYPE_CHECKING:
     from runner.tiers.pricing import Pricing
     from runner.tiers.reuse import ReuseHistory
@@ -16,9 +18,6 @@ SECOND_TOUCH = 2
 
 # Blocks at the start of a sequence, a system prompt's length: stored at once while there is room.
 _FIRST_BLOCKS = 4
-
-# A block comes back as part of a prefix; so many share the latency of one read.
-_TYPICAL_BLOCKS = 16
 
 # A write queue of this length makes writing twice as dear.
 _QUEUE_DOUBLES_S = 0.1
@@ -81,17 +80,13 @@ class Admission:
     def _price_s(self, tier: TierName, queued_bytes: int) -> float:
         """Return what writing one block among its neighbours costs, dearer behind a queue."""
         transfers, num_bytes = self.pricing.transfers, self.pricing.block_bytes
-        write_s = transfers.expect_s(tier, "write", _TYPICAL_BLOCKS * num_bytes) / _TYPICAL_BLOCKS
+        write_s = transfers.expect_s(tier, "write", TYPICAL_BLOCKS * num_bytes) / TYPICAL_BLOCKS
         alone_s = transfers.expect_s(tier, "write", num_bytes)
         queue_s = transfers.expect_s(tier, "write", num_bytes, queued_bytes) - alone_s
         return write_s * (1.0 + queue_s / _QUEUE_DOUBLES_S)
 
     def _gain_s(self, tier: TierName, depth: int) -> float:
-        """Return what one block saves when it is read back among its neighbours."""
-        pricing = self.pricing
-        first = max(0, depth + 1 - _TYPICAL_BLOCKS)
-        num_blocks = _TYPICAL_BLOCKS
-        start_tokens = first * pricing.block_tokens
-        if pricing.transfers.count(tier, "read") < _MEASURED_READS:
-            return pricing.recompute_s(start_tokens, num_blocks) / num_blocks
-        return pricing.saved_s(tier, start_tokens, num_blocks) / num_blocks
+        """Return what one block saves when it is asked for."""
+        if self.pricing.transfers.count(tier, "read") < _MEASURED_READS:
+            return self.pricing.recompute_per_block_s(depth)
+        return self.pricing.saved_per_block_s(tier, depth)

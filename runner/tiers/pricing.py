@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # Weight of the newest observation in what is neither transfer nor compute.
 _NEWEST_SHARE = 0.1
 
+# A block comes back as part of a prefix: so many share the latency of one read.
+TYPICAL_BLOCKS = 16
+
 # Handing one run to the transfer threads, until measured.
 _START_SUBMIT_S = 100e-6
 
@@ -110,6 +113,22 @@ class Pricing:
         """Return what having blocks on an idle tier saves when they are asked for."""
         saved_s = self.recompute_s(start_tokens, num_blocks)
         return saved_s - self.restore_s(Run(tier, num_blocks)) - self.overhead.expect_s(1)
+
+    def saved_per_block_s(self, tier: TierName, depth: int) -> float:
+        """Return what a block of an idle tier saves when it is read back among its neighbours.
+
+        Args:
+            tier: Where it lies.
+            depth: Blocks before it.
+        """
+        run = Run(tier, TYPICAL_BLOCKS)
+        cost_s = self.restore_s(run) + self.overhead.expect_s(1)
+        return self.recompute_per_block_s(depth) - cost_s / TYPICAL_BLOCKS
+
+    def recompute_per_block_s(self, depth: int) -> float:
+        """Return what computing a block among its neighbours costs."""
+        first = max(0, depth + 1 - TYPICAL_BLOCKS)
+        return self.recompute_s(first * self.block_tokens, TYPICAL_BLOCKS) / TYPICAL_BLOCKS
 
     def offers(
         self,
