@@ -318,7 +318,7 @@ class _Tiers:
                 self._announcer.removed(name, entry.record.key)
 
         pricing = self._pricing
-        order = EvictionOrder(lambda depth: pricing.saved_s(name, depth * pricing.block_tokens, 1))
+        order = EvictionOrder(lambda depth: pricing.saved_per_block_s(name, depth))
         books = TierBooks(num_slots, order, evicted)
         self.by_name[name] = Tier(
             name,

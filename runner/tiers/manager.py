@@ -207,8 +207,8 @@ class TierManager:
         return [tier.stats(self._parts.block_bytes, now_s) for tier in self._tiers.values()]
 
     def decisions(self) -> list[dict[str, Any]]:
-        """Return the last decisions about loads, newest first."""
-        return self._parts.gain.log.rows(self._parts.clock())
+        """Return the last decisions about loads, oldest first."""
+        return self._parts.gain.log.rows(self._parts.clock())[::-1]
 
     def next_wake_s(self, now_s: float) -> float | None:
         """Return in how many seconds to poll though nobody wakes the engine; None for never."""
