@@ -111,6 +111,10 @@ class FaultyOs(Os):
         return cut
 
 
+def nothing(name: str, target: Any, offset: int) -> None:
+    """Let every call through."""
+
+
 class FailAt:
     """Fails the n-th call of a name from now on (and, if told so, all after it)."""
 

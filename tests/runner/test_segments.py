@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from runner.tiers.segments.clean import main as clean
 from runner.tiers.segments.direct_io import aligned_buffer
 from runner.tiers.segments.errors import SegmentsError, SegmentsInUseError
 from runner.tiers.segments.store import SegmentStore
@@ -20,34 +19,22 @@ from runner.tiers.types import Place
 from tests.runner.segment_parts import (
     BLOCK_BYTES,
     BLOCK_SIZE,
-    CAPACITY_BYTES,
     FACTS,
     LAYOUT,
     NAMESPACE,
     FaultyOs,
     ManualClock,
     fill,
-    grow,
     open_store,
     payload,
     read,
     readable,
     ready_store,
     record,
-    segment_files,
     until,
 )
 
 ALIGNED_BYTES = 2 * 4096
-
-
-def wait_for_slots(store: SegmentStore) -> None:
-    until(lambda: store.ready_slots > 0)
-
-
-def bytes_under(root: Path) -> int:
-    """Return what the segments under a folder occupy, holes not counted."""
-    return sum(path.stat().st_blocks * 512 for path in root.rglob("*.kv"))
 
 
 @pytest.mark.parametrize("has_direct_io", [True, False], ids=["direct", "buffered"])
@@ -237,7 +224,7 @@ def test_a_failing_receiver_leaves_the_store_usable(tmp_path: Path) -> None:
 
 
 def test_reads_longer_than_a_buffer_come_in_order(tmp_path: Path) -> None:
-    block_bytes = 2**20
+    block_bytes = 2**21
     store = ready_store(
         tmp_path, num_slots=11, block_bytes=block_bytes, capacity_bytes=50 * block_bytes
     )
@@ -269,56 +256,6 @@ def test_slots_that_are_not_there_yet_take_nothing(tmp_path: Path) -> None:
     assert [place.slot for place in fill(store, [7, 8, 9, 10_000])] == [7]
     assert store.stats().refused_writes_total == 3
     store.close()
-
-
-def test_segments_are_made_ahead_of_use_until_the_capacity_is_full(tmp_path: Path) -> None:
-    store = ready_store(tmp_path)
-
-    assert grow(store) == [8, 16, 24, 32]
-    assert store.ready_slots <= store.num_slots
-    # Their bytes are really there: nothing has to be found on the disk when a slot is written.
-    occupied = bytes_under(tmp_path)
-    assert store.stats().file_bytes <= occupied <= CAPACITY_BYTES
-    fill(store, range(store.ready_slots), first_number=1_000)
-    assert bytes_under(tmp_path) == occupied
-    store.close()
-
-
-@pytest.mark.parametrize("capacity_slots", [1, 2, 3, 5, 30, 700])
-@pytest.mark.parametrize("block_bytes", [1, BLOCK_BYTES, 3 * ALIGNED_BYTES])
-def test_no_capacity_is_ever_exceeded(
-    tmp_path: Path, capacity_slots: int, block_bytes: int
-) -> None:
-    stride_bytes = -(-block_bytes // 4096) * 4096
-    capacity_bytes = 3 * 4096 + capacity_slots * (stride_bytes + 256)
-    store = ready_store(tmp_path, block_bytes=block_bytes, capacity_bytes=capacity_bytes)
-    grow(store)
-
-    stats = store.stats()
-    assert sum(path.stat().st_size for path in tmp_path.rglob("*.kv")) == stats.file_bytes
-    assert stats.file_bytes <= capacity_bytes
-    assert 1 <= store.ready_slots <= store.num_slots
-    store.close()
-
-
-def test_a_lowered_limit_takes_effect_at_once_and_costs_the_emptiest_segments(
-    tmp_path: Path,
-) -> None:
-    store = ready_store(tmp_path)
-    grow(store)
-    store.invalidate([slot for slot in range(32) if slot // 8 != 2])
-    store.close()
-
-    store, recovered = open_store(tmp_path, capacity_bytes=CAPACITY_BYTES // 3)
-    assert {place.record.key for place in recovered} == {record(n).key for n in range(16, 24)}
-    assert read(store, recovered) == ("done", 8)
-    assert bytes_under(tmp_path) <= CAPACITY_BYTES // 3
-    store.close()
-
-
-def test_a_capacity_without_room_for_a_block_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SegmentsError, match="10000 bytes hold no block of 5000 bytes; expected"):
-        open_store(tmp_path, capacity_bytes=10_000)
 
 
 def test_a_root_that_is_no_directory_is_refused(tmp_path: Path) -> None:
@@ -387,135 +324,6 @@ def test_the_namespace_is_described_for_people(tmp_path: Path) -> None:
         "facts": FACTS,
     }
     store.close()
-
-
-CHANGES = [
-    {"tensor_parallel": 2},
-    {"dtype": "float8"},
-    {"block_size": 32},
-    {"model": "tiny, another revision"},
-    {"layout_version": 2},
-]
-
-
-def test_a_restart_with_other_facts_finds_nothing_and_counts_what_is_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = ready_store(tmp_path)
-    own = fill(store, range(6))
-    store.close()
-    for change in CHANGES:
-        before = bytes_under(tmp_path)
-        store, recovered = open_store(
-            tmp_path, facts={**FACTS, **change}, capacity_bytes=before + CAPACITY_BYTES
-        )
-        assert recovered == []
-        assert store.stats().other_namespaces_bytes >= before
-        wait_for_slots(store)
-        assert readable(store, own) == 0
-        assert len(fill(store, range(4), first_number=500)) == 4
-        store.close()
-
-    capsys.readouterr()
-    assert clean([str(tmp_path), "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
-    assert len(listed) == len(CHANGES) + 1
-    assert {**FACTS, "dtype": "float8"} in [namespace["facts"] for namespace in listed]
-    assert sum(namespace["bytes"] for namespace in listed) >= bytes_under(tmp_path)
-
-    store, recovered = open_store(tmp_path, capacity_bytes=before + 2 * CAPACITY_BYTES)
-    assert len(recovered) == 6
-    assert read(store, own) == ("done", 6)
-    store.close()
-
-
-def test_other_namespaces_leave_less_room_until_they_are_deleted(tmp_path: Path) -> None:
-    clock = ManualClock()
-    other = ready_store(tmp_path, facts={"model": "other"})
-    grow(other)
-    other.close()
-
-    store, _ = open_store(tmp_path, clock=clock)
-    until(lambda: not store.is_growing)
-    assert store.ready_slots == 0
-    assert bytes_under(tmp_path) <= CAPACITY_BYTES
-
-    name = other_name(tmp_path)
-    assert clean([str(tmp_path), "--delete", name]) == 0
-    assert not (tmp_path / name).exists()
-    clock.now_s += 100
-    assert fill(store, range(4)) == []
-    until(lambda: store.ready_slots > 0)
-    assert len(fill(store, range(4))) == 4
-    store.close()
-
-
-def other_name(root: Path) -> str:
-    (name,) = {path.name for path in root.iterdir()} - {NAMESPACE.hex()[:16]}
-    return name
-
-
-class TestClean:
-    def test_a_namespace_in_use_is_not_deleted(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        store = ready_store(tmp_path)
-        places = fill(store, range(4))
-
-        assert clean([str(tmp_path), "--delete", NAMESPACE.hex()[:16]]) == 1
-        assert f"in use by process {os.getpid()}" in capsys.readouterr().err
-        assert read(store, places) == ("done", 4)
-        store.close()
-
-    def test_an_unknown_namespace_is_a_usage_error(self, tmp_path: Path) -> None:
-        with pytest.raises(SystemExit) as exit_:
-            clean([str(tmp_path), "--delete", "../etc"])
-        assert exit_.value.code == 2
-
-    def test_a_root_that_cannot_be_read_is_an_error(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert clean([str(tmp_path / "nowhere")]) == 1
-        assert "nowhere" in capsys.readouterr().err
-
-    def test_foreign_files_are_kept_and_their_directory_with_them(self, tmp_path: Path) -> None:
-        store = ready_store(tmp_path)
-        store.close()
-        directory = tmp_path / NAMESPACE.hex()[:16]
-        (directory / "notes.txt").write_text("mine")
-
-        assert clean([str(tmp_path), "--delete", directory.name]) == 0
-        assert sorted(path.name for path in directory.iterdir()) == ["lock", "notes.txt"]
-
-    def test_only_what_was_set_aside_is_deleted_when_asked(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        store = ready_store(tmp_path)
-        places = fill(store, range(8))
-        until(lambda: store.ready_slots == 16)
-        store.close()
-        segment_files(tmp_path)[1].write_bytes(b"not a segment")
-        store, _ = open_store(tmp_path)
-        store.close()
-
-        assert clean([str(tmp_path), "--delete-bad", NAMESPACE.hex()[:16]]) == 0
-        assert list(tmp_path.rglob("*.bad")) == []
-        assert "13 bytes freed" in capsys.readouterr().err
-        store, recovered = open_store(tmp_path)
-        assert len(recovered) == len(places)
-        store.close()
-
-    def test_the_command_lists_namespaces_with_their_facts(self, tmp_path: Path) -> None:
-        ready_store(tmp_path).close()
-        listed = subprocess.run(
-            [sys.executable, "-m", "runner.tiers.segments.clean", str(tmp_path)],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-
-        assert NAMESPACE.hex()[:16] in listed
-        assert "dtype=float32" in listed
 
 
 def test_a_store_opened_and_closed_at_once_leaves_nothing_half_made(tmp_path: Path) -> None:

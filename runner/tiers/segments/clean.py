@@ -19,7 +19,9 @@ from runner.tiers.segments.usage import (
     BAD_SUFFIX,
     LOCK_FILE,
     NAMESPACE_FILE,
+    PROBE_FILE,
     SEGMENT_NAME,
+    TEMPORARY_SUFFIX,
     namespaces,
 )
 
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from runner.tiers.segments.usage import NamespaceUsage
+
+
+# What a store writes beside segments and lock; the last two only if it was killed while opening.
+_OTHER_FILES = (NAMESPACE_FILE, NAMESPACE_FILE + TEMPORARY_SUFFIX, PROBE_FILE)
 
 
 def delete_namespace(usage: NamespaceUsage) -> int:
@@ -54,7 +60,7 @@ def _delete(usage: NamespaceUsage, *, only_set_aside: bool) -> int:
             if only_set_aside:
                 is_ours = path.name.endswith(BAD_SUFFIX)
             else:
-                is_ours = bool(SEGMENT_NAME.match(path.name)) or path.name == NAMESPACE_FILE
+                is_ours = bool(SEGMENT_NAME.match(path.name)) or path.name in _OTHER_FILES
             if is_ours:
                 freed += path.stat().st_size
                 path.unlink()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from runner.tiers.segments.layout import PAGE_BYTES
+from runner.tiers.segments.usage import PROBE_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -152,7 +153,7 @@ def takes_direct_io(files: Os, directory: Path) -> bool:
 
     Tried with a page in a file of its own: some filesystems refuse only the transfer.
     """
-    path = directory / "direct-io.probe"
+    path = directory / PROBE_FILE
     page = aligned_buffer(PAGE_BYTES)
     fd = -1
     try:

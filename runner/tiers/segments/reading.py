@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from runner.tiers.segments.tally import Tally
     from runner.tiers.types import BlockRecord, Deliver, Outcome, Place
 
-# Read at once: the disk's full rate, and no more than this is read past a deadline.
-_PIECE_BYTES = 4 * 2**20
+# Read at once: enough that handing pieces from thread to thread costs little, and no more than this
+# is read past a deadline.
+_PIECE_BYTES = 8 * 2**20
 
 # Helpers reading ahead: more callers at once than this read their pieces one after the other.
 _MAX_READING_AHEAD = 4

@@ -123,8 +123,10 @@ class SegmentStore:
             raise SegmentsError(f"{directory} cannot be used for segments: {error}") from error
         try:
             return cls._opened(directory, layout, lock, facts, capacity_bytes, clock, files)
-        except OSError as error:
+        except BaseException as error:
             lock.release()
+            if not isinstance(error, OSError):
+                raise
             raise SegmentsError(f"{directory} cannot be used for segments: {error}") from error
 
     @classmethod

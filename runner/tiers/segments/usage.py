@@ -10,6 +10,7 @@ from pathlib import Path
 
 NAMESPACE_FILE = "namespace.json"
 LOCK_FILE = "lock"
+PROBE_FILE = "direct-io.probe"
 SEGMENT_NAME = re.compile(r"seg-(\d{6,})\.kv")
 BAD_SUFFIX = ".bad"
 TEMPORARY_SUFFIX = ".tmp"

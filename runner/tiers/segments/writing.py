@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 _MAX_BLOCKS = 64
 _MAX_PIECE_BYTES = 16 * 2**20
 
-# Helpers computing checksums while their caller writes: one caller is the rule.
+# Helpers computing checksums while their caller writes: one caller is the rule. Below these bytes
+# waking a helper costs more than it saves.
 _MAX_HELPERS = 1
+_MIN_HELPED_BYTES = 2 * 2**20
 
 _log = structlog.get_logger()
 
@@ -155,6 +157,9 @@ class BlockWriter:
         A payload must not change meanwhile; if it does, its block is a miss later.
         """
         if all(is_aligned(payload) for payload in payloads):
+            if len(payloads) * self._layout.block_bytes < _MIN_HELPED_BYTES:
+                segment.write_slots(first, payloads)
+                return _checksums(payloads)
             sums = self._helpers.submit(_checksums, payloads)
             segment.write_slots(first, payloads)
             return sums.result()
