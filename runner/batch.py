@@ -60,8 +60,7 @@ class AttentionGroup:
         ends: Tokens of context of each sequence. Shape: [sequences].
         context: The largest of ``ends``.
         tables: Block tables, padded with block 0. Shape: [sequences, blocks].
-        mask: See ``ops_cpu.attend_one`` and ``attend_chunk``.
-        window_mask: The same for layers with a sliding window.
+        masks: By window, what ``ops/masks.py`` made for this step.
     """
 
     rows: slice
@@ -70,8 +69,7 @@ class AttentionGroup:
     ends: npt.NDArray[np.int64]
     context: int
     tables: npt.NDArray[np.int64]
-    mask: torch.Tensor | None
-    window_mask: torch.Tensor | None
+    masks: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -100,15 +98,11 @@ class Batch:
 
 
 class BatchBuilder:
-    """Makes batches for one model and pool; ``window_tokens`` is 0 without sliding windows."""
+    """Makes batches for one model and pool."""
 
-    def __init__(
-        self, num_layers: int, block_size: int, dtype: torch.dtype, window_tokens: int = 0
-    ) -> None:
+    def __init__(self, num_layers: int, block_size: int) -> None:
         self._num_layers = num_layers
         self._block_size = block_size
-        self._dtype = dtype
-        self._window_tokens = window_tokens
         self._layers = np.arange(num_layers, dtype=np.int64)[:, None]
 
     def build(self, chunks: Sequence[Chunk]) -> Batch:
@@ -175,37 +169,14 @@ class BatchBuilder:
         for table, chunk in zip(tables, chunks, strict=True):
             used = min(num_blocks, len(chunk.blocks))
             table[:used] = chunk.blocks[:used]
-        at = np.arange(context)
-        mask = window_mask = None
-        if contexts[-1] < context:
-            mask = self._single_mask(at >= contexts[:, None])
-        if self._window_tokens:
-            too_far = at < contexts[:, None] - self._window_tokens
-            window_mask = self._single_mask((at >= contexts[:, None]) | too_far)
         owners = tuple(chunk.owner for chunk in chunks)
-        return AttentionGroup(rows, False, owners, contexts, context, tables, mask, window_mask)
-
-    def _single_mask(self, hidden: npt.NDArray[np.bool]) -> torch.Tensor:
-        mask = torch.zeros(hidden.shape, dtype=self._dtype)
-        return mask.masked_fill_(torch.from_numpy(hidden), -torch.inf)[:, None, None]
+        return AttentionGroup(rows, False, owners, contexts, context, tables)
 
     def _chunk_group(self, chunk: Chunk, end_row: int) -> AttentionGroup:
-        length, context = len(chunk.token_ids), chunk.end
-        num_blocks = -(-context // self._block_size)
-        mask = None
-        if chunk.start:
-            mask = torch.full((length, context), -torch.inf, dtype=self._dtype)
-            mask.triu_(chunk.start + 1)
-        window_mask = mask
-        if 0 < self._window_tokens < context:
-            window_mask = torch.full((length, context), -torch.inf, dtype=self._dtype)
-            # Less than a window back, and never ahead.
-            window_mask.tril_(chunk.start - self._window_tokens)
-            window_mask += torch.full_like(window_mask, -torch.inf).triu_(chunk.start + 1)
+        num_blocks = -(-chunk.end // self._block_size)
         tables = np.array([chunk.blocks[:num_blocks]], dtype=np.int64)
-        rows = slice(end_row - length, end_row)
-        ends = np.array([context])
-        return AttentionGroup(rows, True, (), ends, context, tables, mask, window_mask)
+        rows = slice(end_row - len(chunk.token_ids), end_row)
+        return AttentionGroup(rows, True, (), np.array([chunk.end]), chunk.end, tables)
 
 
 def _rows_by_adapter(

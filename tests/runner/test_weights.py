@@ -31,8 +31,10 @@ def test_a_missing_model_says_how_to_get_the_weights(tmp_path: Path) -> None:
 
 
 def test_an_unknown_dtype_is_refused_with_the_supported_ones(tiny_dir: Path) -> None:
-    with pytest.raises(WeightsError, match="int4 is not supported; use one of float32, bfloat16"):
-        load_model(tiny_dir, "int4", 1)
+    with pytest.raises(
+        WeightsError, match="int3 is not supported; use one of float32, bfloat16, int8, int4"
+    ):
+        load_model(tiny_dir, "int3", 1)
 
 
 def test_a_damaged_gguf_file_is_named(tmp_path: Path) -> None:
