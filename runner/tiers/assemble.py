@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from runner.kvkeys import root_key
 from runner.leases import LeaseBook
 from runner.tiers.admission import Admission
 from runner.tiers.announce import Announcer, announce_recovered
-from runner.tiers.arena import (
-    ArenaError,
-    allocate_arena,
-    map_memory,
-    pin_memory,
-    slot_bytes,
-)
+from runner.tiers.arena import allocate_arena, slot_bytes
 from runner.tiers.books import TierBooks
 from runner.tiers.decision_log import DecisionLog
 from runner.tiers.finder import Finder
 from runner.tiers.gain import Gain
 from runner.tiers.gdsf import EvictionOrder
-from runner.tiers.host import HostStore
 from runner.tiers.loader import Loader
 from runner.tiers.lookups import RemoteIndex
 from runner.tiers.manager import Parts, TierManager
+from runner.tiers.media import Stores, TiersError, open_stores
 from runner.tiers.past import Past
-from runner.tiers.peer import PeerStore
 from runner.tiers.pricing import Pricing
 from runner.tiers.probes import Probes
-from runner.tiers.remote import RemoteStore
 from runner.tiers.reuse import ReuseHistory
-from runner.tiers.segments.errors import SegmentsError
-from runner.tiers.segments.store import SegmentStore
 from runner.tiers.staging import Staging
 from runner.tiers.step_model import StepModel
 from runner.tiers.storer import MAX_BATCH_BLOCKS, Storer
@@ -42,13 +31,16 @@ from runner.tiers.transfer_model import TransferModel
 from runner.tiers.transfers import Acks, Lane
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from runner.kvkeys import KvKey
     from runner.pool.blocks import BlockPool
     from runner.tiers.books import Entry
     from runner.tiers.options import TierOptions
+    from runner.tiers.remote import RemoteStore
     from runner.tiers.types import BlockMover, BlockStore, Place, TierName, TransferObserver
+
+__all__ = ["TiersError", "build_tiers", "join_tiers"]
 
 # Disk: one thread reaches two thirds of the rate of four, three all of it. Remote: with the writer
 # and the look-ups these are the connections that its store keeps. Peers: one answer each.
@@ -61,25 +53,6 @@ STAGING_BLOCKS = 2 * MAX_BATCH_BLOCKS
 
 # Pinned blocks cannot be evicted for requests that wait; a quarter is never missed.
 PINNED_SHARE = 4
-
-
-class TiersError(RuntimeError):
-    """A tier cannot be had as configured; the message names the option and the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stores:
-    """The media, opened; None for what is not configured.
-
-    Attributes:
-        recovered: What the disk held before.
-    """
-
-    host: HostStore | None = None
-    disk: SegmentStore | None = None
-    recovered: tuple[Place, ...] = ()
-    remote: RemoteStore | None = None
-    peers: PeerStore | None = None
 
 
 def build_tiers(
@@ -129,61 +102,7 @@ def build_tiers(
         wake=wake,
         observer=observer,
         clock=clock,
-        allocators=_allocators(is_cuda=is_cuda),
     )
-
-
-def open_stores(
-    options: TierOptions,
-    block_bytes: int,
-    block_size: int,
-    namespace: KvKey,
-    facts: Mapping[str, object],
-    clock: Callable[[], float],
-    *,
-    is_cuda: bool,
-) -> Stores:
-    """Open what is configured, the directory last: it is the one that must be closed again.
-
-    Raises:
-        TiersError: If one cannot be had; nothing is left open then.
-    """
-    host = disk = remote = peers = None
-    recovered: list[Place] = []
-    try:
-        if options.host_bytes:
-            arena = allocate_arena(
-                options.host_bytes,
-                block_bytes,
-                option="--host-bytes",
-                allocators=_allocators(is_cuda=is_cuda),
-            )
-            host = HostStore(arena, clock=clock)
-        if options.remote_url:
-            remote = RemoteStore(
-                options.remote_url, namespace=namespace, block_bytes=block_bytes, clock=clock
-            )
-        if options.peers:
-            peers = PeerStore(
-                options.peers,
-                namespace=namespace,
-                block_bytes=block_bytes,
-                block_size=block_size,
-                clock=clock,
-            )
-        if options.disk_dir is not None:
-            disk, recovered = SegmentStore.open(
-                options.disk_dir,
-                namespace=namespace,
-                facts=facts,
-                block_bytes=block_bytes,
-                block_size=block_size,
-                capacity_bytes=options.disk_bytes,
-                clock=clock,
-            )
-    except (ArenaError, SegmentsError, ValueError) as error:
-        raise TiersError(str(error)) from error
-    return Stores(host, disk, tuple(recovered), remote, peers)
 
 
 def join_tiers(
@@ -198,7 +117,6 @@ def join_tiers(
     observer: TransferObserver,
     clock: Callable[[], float],
     sleep: Callable[[float], None] = time.sleep,
-    allocators: tuple[Callable[[int], memoryview], ...] = (map_memory,),
 ) -> TierManager:
     """Put a manager together over opened stores; arguments as of ``build_tiers``."""
     acks = Acks(wake)
@@ -211,7 +129,7 @@ def join_tiers(
     tiers = _Tiers(acks, announcer, past, pricing, clock)
     staging = None
     if stores.disk is not None or stores.remote is not None:
-        staging = _staging(mover.block_bytes, allocators)
+        staging = _staging(mover.block_bytes, stores.allocators)
     if stores.host is not None:
         tiers.add_slotted("cpu", stores.host, stores.host.num_slots, writer=copying)
     if stores.disk is not None:
@@ -330,7 +248,7 @@ class _Tiers:
             writer=writer or self._lane(name, "write", 1),
         )
 
-    def adopt(self, recovered: tuple[Place, ...], root: KvKey, block_size: int) -> None:
+    def adopt(self, recovered: Sequence[Place], root: KvKey, block_size: int) -> None:
         """Take over what the disk held."""
         books = self.by_name["disk"].books
         if books is not None:
@@ -359,10 +277,6 @@ class _Tiers:
         lane = Lane(f"kv-{tier}-{work}", num_threads, self._acks, clock=self._clock)
         self.lanes.append(lane)
         return lane
-
-
-def _allocators(*, is_cuda: bool) -> tuple[Callable[[int], memoryview], ...]:
-    return (pin_memory, map_memory) if is_cuda else (map_memory,)
 
 
 def _staging(block_bytes: int, allocators: tuple[Callable[[int], memoryview], ...]) -> Staging:

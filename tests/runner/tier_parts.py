@@ -15,9 +15,10 @@ from runner.kvkeys import BlockChain, KvKey, namespace_key, root_key
 from runner.leases import LeaseBook
 from runner.pool.blocks import BlockPool
 from runner.tiers.arena import allocate_arena
-from runner.tiers.assemble import Stores, join_tiers
+from runner.tiers.assemble import join_tiers
 from runner.tiers.host import HostStore
 from runner.tiers.manager import TierManager
+from runner.tiers.media import Stores
 from runner.tiers.types import (
     BlockRecord,
     Committed,
