@@ -32,17 +32,21 @@ class DecisionLog:
 
     def __init__(self, on_actual: Callable[[float, float], None] | None = None) -> None:
         self._rows: OrderedDict[int, _Row] = OrderedDict()
+        # Rows without actual figures, by request.
+        self._open: dict[str, int] = {}
         self._on_actual = on_actual
 
     def add(self, decision: GainDecision, owner: str, now_s: float) -> None:
-        """Note a decision; the same request's newest one takes the place of one just before."""
-        if self._rows:
-            newest_id, newest = next(reversed(self._rows.items()))
-            if newest.owner == owner and newest.actual is None:
-                del self._rows[newest_id]
+        """Note a decision; it takes the place of the same request's one that came to nothing."""
+        before = self._open.pop(owner, None)
+        if before is not None:
+            self._rows.pop(before, None)
+        self._open[owner] = decision.id
         self._rows[decision.id] = _Row(decision, owner, now_s)
         while len(self._rows) > MAX_DECISIONS:
-            self._rows.popitem(last=False)
+            _, oldest = self._rows.popitem(last=False)
+            if self._open.get(oldest.owner) == oldest.decision.id:
+                del self._open[oldest.owner]
 
     def finish(self, decision: GainDecision, done: LoadDone, saving_s: float) -> None:
         """Fill in what a decision to restore came to.
@@ -56,6 +60,7 @@ class DecisionLog:
             self._on_actual(decision.saving_s, saving_s)
         row = self._rows.get(decision.id)
         if row is not None:
+            self._open.pop(row.owner, None)
             row.actual = {
                 "outcome": done.outcome,
                 "num_blocks": done.num_blocks,

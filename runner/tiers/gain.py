@@ -87,7 +87,7 @@ class Gain:
         Its transfers' times are to be observed before (``TransferModel.observe``).
         """
         saved_s = self.pricing.recompute_s(decision.start_tokens, done.num_blocks)
-        self.log.finish(decision, done, saved_s - done.elapsed_s - decision.management_s)
+        self.log.finish(decision, done, saved_s - done.elapsed_s)
         # A request that went away proves nothing, unless it had waited longer than computing takes.
         is_stopped = done.outcome == "stopped"
         patience_s = decision.recompute_s if is_stopped else saved_s
@@ -191,7 +191,7 @@ class Gain:
         reason: Reason = "refused" if hit_blocks else "nothing_found"
         bar_s = MIN_GAIN_S
         if best is None:
-            best = Offer((), "", 0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+            best = Offer((), 0, "", 0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
         else:
             bar_s, reason = self._verdict(best)
         return GainDecision(

@@ -38,7 +38,8 @@ class Offer:
     The gain is ``weight * delivered * recompute - restore - management``.
     """
 
-    runs: tuple[Run, ...]
+    all_runs: Sequence[Run]
+    num_runs: int
     source: str
     num_blocks: int
     recompute_s: float
@@ -47,6 +48,11 @@ class Offer:
     management_s: float
     delivered: float
     gain_s: float
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The runs up to the cut."""
+        return tuple(self.all_runs[: self.num_runs])
 
 
 @dataclass(slots=True)
@@ -141,7 +147,8 @@ class Pricing:
     ) -> Iterator[Offer]:
         """Yield the price of every cut at the end of a run, nearest first.
 
-        Runs are read one after the other, and each waits for what was asked of its tier before.
+        Tiers are read beside one another, the runs of one tier one after the other, behind what
+        was asked of it before.
 
         Args:
             runs: In order.
@@ -151,27 +158,31 @@ class Pricing:
             delivered: Share of blocks expected to arrive from a tier.
             source: The peer they come from.
         """
-        num_blocks, restore_s, p90_s = 0, 0.0, 0.0
-        arriving = 1.0
-        seen: set[TierName] = set()
+        num_blocks, arriving = 0, 1.0
+        busy_s: dict[TierName, float] = {}
+        p90_s: dict[TierName, float] = {}
         for place, run in enumerate(runs, 1):
             num_bytes = run.num_blocks * self.block_bytes
-            before = 0 if run.tier in seen else queued.get(run.tier, 0)
-            if run.tier not in seen:
-                seen.add(run.tier)
+            before = 0
+            if run.tier not in busy_s:
+                before = queued.get(run.tier, 0)
                 arriving *= delivered(run.tier)
+            run_s = self.transfers.expect_s(run.tier, "read", num_bytes, before, source)
+            tail_s = self.transfers.p90_s(run.tier, "read", num_bytes, before, source)
+            busy_s[run.tier] = busy_s.get(run.tier, 0.0) + run_s
+            p90_s[run.tier] = p90_s.get(run.tier, 0.0) + tail_s
             num_blocks += run.num_blocks
-            restore_s += self.transfers.expect_s(run.tier, "read", num_bytes, before, source)
-            p90_s += self.transfers.p90_s(run.tier, "read", num_bytes, before, source)
             recompute_s = self.recompute_s(start_tokens, num_blocks)
+            restore_s = max(busy_s.values())
             management_s = self.overhead.expect_s(place)
             yield Offer(
-                runs=tuple(runs[:place]),
+                all_runs=runs,
+                num_runs=place,
                 source=source,
                 num_blocks=num_blocks,
                 recompute_s=recompute_s,
                 restore_s=restore_s,
-                restore_p90_s=p90_s,
+                restore_p90_s=max(p90_s.values()),
                 management_s=management_s,
                 delivered=arriving,
                 gain_s=weight * arriving * recompute_s - restore_s - management_s,

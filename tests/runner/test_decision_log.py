@@ -74,12 +74,19 @@ def test_every_figure_of_a_decision_is_said_and_is_json(lab: Lab) -> None:
     assert (row["start_tokens"], row["hit_blocks"]) == (32, 12)
 
 
-def test_a_request_that_asks_again_before_it_starts_has_one_row(lab: Lab) -> None:
+def test_requests_that_ask_again_before_they_start_have_one_row_each(lab: Lab) -> None:
     for _ in range(30):
-        lab.decide(Run("disk", 64), owner="waits for blocks")
-    lab.decide(Run("disk", 64), owner="other")
+        for owner in ("waits for blocks", "as well"):
+            lab.decide(Run("disk", 64), owner=owner)
 
     assert len(lab.gain.log.rows(lab.now_s)) == 2
+
+
+def test_the_log_holds_nothing_of_requests_that_left_it(lab: Lab) -> None:
+    for number in range(5 * MAX_DECISIONS):
+        lab.decide(Run("disk", 64), owner=str(number))
+
+    assert len(lab.gain.log._open) == MAX_DECISIONS
 
 
 def test_a_request_of_the_same_name_after_a_finished_one_has_a_row_of_its_own(lab: Lab) -> None:

@@ -250,6 +250,17 @@ def test_a_short_slow_run_is_crossed_for_a_long_quick_one_behind_it() -> None:
     assert decision.num_blocks == 202
 
 
+def test_tiers_are_read_beside_one_another() -> None:
+    lab = Lab(1e-3, {"cpu": Speed(2e9), "disk": Speed(1e9)})
+    for _ in range(20):
+        lab.transfer("cpu", 16)
+        lab.transfer("disk", 16)
+
+    decision = lab.decide(Run("cpu", 16), Run("disk", 16), Run("cpu", 16))
+
+    assert decision.restore_s == pytest.approx(16 * BLOCK_BYTES / 1e9, rel=0.1)
+
+
 def test_a_refused_tier_ends_the_hit_but_what_lies_before_it_counts() -> None:
     lab = Lab(1e-3, {"cpu": QUICK, "disk": QUICK})
     for _ in range(20):
