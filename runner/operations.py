@@ -11,7 +11,9 @@ from aiohttp import web
 from runner.errors import invalid
 from runner.fields import Fields, parse_object
 from runner.openai import check_chat
+from runner.peers import kv_blocks, peers_document
 from runner.responses import SERVICE, json_response
+from runner.tiers.peer import PATH
 
 if TYPE_CHECKING:
     from prefix_index.tokens import PromptTokenizer
@@ -106,8 +108,9 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def cache(request: web.Request) -> web.Response:
-    """Tell how many blocks are in which state, by tier."""
-    stats = request.app[SERVICE].engine.stats()
+    """Tell how many blocks are in which state, by tier, and who shares them."""
+    service = request.app[SERVICE]
+    stats = service.engine.stats()
     blocks = {
         "total": stats.pool_blocks,
         "free": stats.free_blocks,
@@ -119,6 +122,7 @@ async def cache(request: web.Request) -> web.Response:
             "block_size": stats.block_size,
             "block_bytes": stats.block_bytes,
             "tiers": {"gpu": {"blocks": blocks}},
+            "peers": peers_document(service.peers, service.puller),
         }
     )
 
@@ -155,6 +159,7 @@ ROUTES = [
     web.post("/reset_prefix_cache", reset_prefix_cache),
     web.get("/metrics", metrics),
     web.get("/cache", cache),
+    web.post(PATH, kv_blocks),
     web.get("/tokenizer", tokenizer),
     web.get("/version", software_version),
     web.get("/kv_event_sources", kv_event_sources),

@@ -15,6 +15,7 @@ from runner.detokenizer import TokenTexts
 from runner.fetch import ModelMissingError, model_path
 from runner.gguf import GgufError
 from runner.metrics import RunnerMetrics, TransferMeter
+from runner.peers import BlockServer
 from runner.publisher import EventPublisher, PublisherError
 from runner.server import AddressError, HttpServer, bind
 from runner.service import ModelFacts, PromptPipeline, Service
@@ -91,6 +92,11 @@ def load(config: RunnerConfig) -> Runner:
             engine, facts = _make_engine(config, path, model, publisher, meter)
             opened.callback(engine.stop, ENGINE_STOP_TIMEOUT_S)
             service = _make_service(facts, files, engine, publisher, meter, _address(bound))
+            if config.serve_peers:
+                block_bytes = engine.stats().block_bytes
+                service.peers = BlockServer(
+                    engine, namespace=engine.namespace, block_bytes=block_bytes
+                )
             opened.pop_all()
     except (ModelMissingError, AddressError, PublisherError) as error:
         raise StartError(str(error)) from error
@@ -149,6 +155,7 @@ def _make_service(
             pulls=puller.figures if puller is not None else None,
         ),
         publisher=publisher,
+        puller=puller,
     )
 
 

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from runner.detokenizer import TokenTexts
     from runner.metrics import RunnerMetrics
     from runner.openai import GenerationRequest, TextOrIds
+    from runner.peers import BlockServer
     from runner.publisher import EventPublisher
     from runner.streams import EngineLike
+    from runner.tiers.peer import PeerStore
     from runner.tokenizer import TokenizerFiles
 
 # Below this a tokenization is shorter than handing it to a thread (about 0.1 ms).
@@ -118,7 +120,12 @@ class PromptPipeline:
 
 @dataclass(slots=True, kw_only=True)
 class Service:
-    """Everything one runner serves with; used from the event loop only."""
+    """Everything one runner serves with; used from the event loop only.
+
+    Attributes:
+        peers: Hands KV to other runners; None where that is not switched on.
+        puller: Pulls KV from them; None where there are none.
+    """
 
     facts: ModelFacts
     engine: EngineLike
@@ -128,6 +135,8 @@ class Service:
     files: TokenizerFiles
     metrics: RunnerMetrics
     publisher: EventPublisher | None = None
+    peers: BlockServer | None = None
+    puller: PeerStore | None = None
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
     started_at_s: int = field(default_factory=lambda: int(time.time()))

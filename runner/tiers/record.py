@@ -21,6 +21,9 @@ MAGIC = b"WLKV"
 # Of the head; a reader of another version finds nothing it would believe.
 VERSION = 1
 
+# Of a namespace and of every block's key.
+KEY_BYTES = 32
+
 # Magic, version, depth, bytes of token ids, bytes of payload, xxh3 of the payload, namespace, key,
 # parent. Little-endian, without gaps but one after the version that aligns what follows.
 _FIXED = struct.Struct("<4sHxxIIQQ32s32s32s")
