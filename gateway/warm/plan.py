@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Literal
 
 from gateway.routing.cost import EVICTION_FILL, CostModel, prefill_s
 from gateway.worth.rule import MANAGEMENT_S
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 Action = Literal["warm", "skip_held", "skip_capacity", "skip_worth", "skip_budget", "no_worker"]
 Tier = Literal["gpu", "cpu", "disk", "remote"]
@@ -24,6 +25,10 @@ Tier = Literal["gpu", "cpu", "disk", "remote"]
 # Reuses an hour that are expected of what nobody has asked for yet, while the operator says that
 # somebody will: once.
 UNKNOWN_REUSES = 1.0
+# Workers whose reason is told where nobody can take a copy.
+MAX_REASONS = 3
+# What is told of a copy that went nowhere: the most hopeful reason.
+_RANKS = {"skip_worth": 0, "skip_capacity": 1, "no_worker": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,31 +125,83 @@ class Placement:
 class _Room:
     """What is left of one worker while the plan is made."""
 
-    __slots__ = ("_reused", "_sums", "cpu_free", "host", "taken")
+    __slots__ = ("_protected", "_reused", "_sums", "cpu_free", "free", "host", "taken")
 
     def __init__(self, host: Host) -> None:
         self.host = host
         self.taken = 0
         self.cpu_free = host.cpu_free_tokens
+        capacity = host.capacity_tokens
+        # Not taken by requests or by this plan; what is cached there may be evicted.
+        self.free = EVICTION_FILL * capacity - host.active_tokens if capacity else inf
         # Rising reuses, and the tokens of all that are reused at least as often.
         ranked = sorted(host.reused)
         self._reused = [reuses for reuses, _ in ranked]
         self._sums = [0] * (len(ranked) + 1)
         for at in range(len(ranked) - 1, -1, -1):
             self._sums[at] = self._sums[at + 1] + ranked[at][1]
+        self._protected: dict[float, int] = {}
 
-    def free_tokens(self, reuses: float, *, pin: bool) -> float:
-        """Return how many tokens may be put there without pushing out what is worth more."""
-        host = self.host
-        if not host.capacity_tokens:
-            return float("inf")
-        free = EVICTION_FILL * host.capacity_tokens - host.active_tokens - self.taken
-        # Just as often is not more often, unless it is there already: what is held stays.
-        return free if pin else free - self._sums[bisect_left(self._reused, reuses)]
+    def take(self, tokens: int) -> None:
+        """Book tokens on the device."""
+        self.taken += tokens
+        self.free -= tokens
 
-    def passes(self, tokens: int, reuses: float, *, pin: bool) -> bool:
-        """Whether it can be computed there at all, wherever it is kept afterwards."""
-        return self.free_tokens(reuses, pin=pin) + self.taken >= tokens
+    def free_tokens(self, item: Wanted) -> float:
+        """Return how many tokens may be put there without pushing out what is worth more.
+
+        What is reused just as often was there first, and stays.
+        """
+        if item.pin or not self._reused:
+            return self.free
+        protected = self._protected.get(item.reuses)
+        if protected is None:
+            protected = self._sums[bisect_left(self._reused, item.reuses)]
+            self._protected[item.reuses] = protected
+        return self.free - protected
+
+
+@dataclass(slots=True)
+class _State:
+    """A plan while it is made.
+
+    Attributes:
+        rooms: Worker id -> what is left of it.
+        left: Tokens left of the budget.
+        hopeless: (reuses, pin) -> the fewest tokens that no worker had room for, and why. Room only
+            shrinks, so that what needs as much need not ask again.
+    """
+
+    rooms: Mapping[str, _Room]
+    left: float
+    hopeless: dict[tuple[float, bool], tuple[int, _Whys]] = field(default_factory=dict)
+
+
+class _Whys:
+    """Why nobody took a copy: the most hopeful reasons, and how many there were."""
+
+    __slots__ = ("_count", "_reasons", "action")
+
+    def __init__(self) -> None:
+        self.action: Action | None = None
+        self._reasons: list[tuple[Host, str]] = []
+        self._count = 0
+
+    def add(self, action: Action, host: Host, reason: str) -> None:
+        """Take one worker's reason; the text follows the worker's id."""
+        if self.action is not None and _RANKS[action] > _RANKS[self.action]:
+            return
+        if action != self.action:
+            self.action, self._count = action, 0
+            self._reasons.clear()
+        self._count += 1
+        if len(self._reasons) < MAX_REASONS:
+            self._reasons.append((host, reason))
+
+    def __str__(self) -> str:
+        text = "; ".join(f"{host.id} {reason}" for host, reason in self._reasons)
+        num_more = self._count - len(self._reasons)
+        return f"{text}, and {num_more} others likewise" if num_more else text
 
 
 def make_plan(
@@ -161,99 +218,113 @@ def make_plan(
         One placement per copy, in the order in which to send them: what goes to a CPU tier passes
         through the device first, and is pushed on by what comes after it.
     """
-    rooms = {host.id: _Room(host) for host in hosts}
-    left = float("inf") if budget_tokens is None else float(budget_tokens)
-    placements: list[Placement] = []
+    left = inf if budget_tokens is None else float(budget_tokens)
+    state = _State({host.id: _Room(host) for host in hosts}, left)
     ranked = sorted(wanted, key=lambda item: (not item.pin, -item.priority, -item.reuses))
-    for item in ranked:
-        for placement, num_new in _place(item, rooms, left):
-            placements.append(placement)
-            left -= num_new
+    placements = [placement for item in ranked for placement in _place(item, state)]
     return sorted(placements, key=lambda placement: placement.tier == "gpu")
 
 
-def _place(item: Wanted, rooms: Mapping[str, _Room], left: float) -> list[tuple[Placement, int]]:
-    """Place one item's copies; with each the tokens that it takes of the budget."""
-    found = [(_held(item, rooms[worker]), 0) for worker in _holders(item, rooms)]
-    used = {placement.worker for placement, _ in found}
-    whys: list[tuple[Action, str]] = []
-    for worker in _ways(item, rooms):
-        if len(found) >= item.copies:
-            break
-        if worker in used:
-            continue
-        placement, num_new = _try(item, rooms[worker], left, whys)
-        if placement is not None:
-            found.append((placement, num_new))
-            left -= num_new
-    num_missing = min(item.copies, max(1, len(rooms))) - len(found)
-    return found + [(_nowhere(item, whys), 0)] * max(0, num_missing)
+def _place(item: Wanted, state: _State) -> list[Placement]:
+    """Place one item's copies."""
+    rooms = state.rooms
+    found = [_held(item, rooms[worker]) for worker in _holders(item, rooms)]
+    missing = min(item.copies, max(1, len(rooms))) - len(found)
+    if not missing:
+        return found
+    used = {placement.worker for placement in found}
+    whys = _Whys()
+    known = state.hopeless.get((item.reuses, item.pin))
+    if known is not None and item.tokens >= known[0] and not item.held:
+        whys = known[1]
+    else:
+        for worker in _ways(item, rooms):
+            if worker not in used:
+                placement = _try(item, rooms[worker], state, whys)
+                if placement is not None:
+                    found.append(placement)
+                    missing -= 1
+                    if not missing:
+                        return found
+        if not found and whys.action in ("skip_worth", "skip_capacity"):
+            state.hopeless[item.reuses, item.pin] = item.tokens, whys
+    return found + [_nowhere(item, whys)] * missing
 
 
 def _holders(item: Wanted, rooms: Mapping[str, _Room]) -> list[str]:
     """Return the workers that hold all of it, those first where its requests will look."""
+    if not item.held:
+        return []
     holders = [
         worker
         for worker, held in item.held.items()
-        if worker in rooms and held.tokens >= _whole(item.tokens, rooms[worker].host)
+        if worker in rooms
+        and not rooms[worker].host.why
+        and held.tokens >= _whole(item.tokens, rooms[worker].host)
     ]
     at = {worker: position for position, worker in enumerate(item.order)}
     holders.sort(key=lambda worker: at.get(worker, len(at)))
-    return [worker for worker in holders if not rooms[worker].host.why][: item.copies]
+    return holders[: item.copies]
 
 
-def _ways(item: Wanted, rooms: Mapping[str, _Room]) -> Sequence[str]:
+def _ways(item: Wanted, rooms: Mapping[str, _Room]) -> Iterator[str]:
+    """Yield the workers along the ring, then all others: the emptiest next."""
     first = [worker for worker in item.order if worker in rooms]
-    if len(first) == len(rooms):
-        return first
-    known = set(first)
-    rest = [worker for worker in rooms if worker not in known]
-    # The emptiest next: the ring has no more to say about them.
-    rest.sort(key=lambda worker: -rooms[worker].free_tokens(0.0, pin=True))
-    return [*first, *rest]
+    yield from first
+    if len(first) < len(rooms):
+        known = set(first)
+        rest = [worker for worker in rooms if worker not in known]
+        rest.sort(key=lambda worker: -rooms[worker].free)
+        yield from rest
 
 
-def _try(
-    item: Wanted, room: _Room, left: float, whys: list[tuple[Action, str]]
-) -> tuple[Placement | None, int]:
+def _try(item: Wanted, room: _Room, state: _State, whys: _Whys) -> Placement | None:
     """Put one copy there if it can be, and take its room; else say why not."""
     host = room.host
     tokens = _whole(item.tokens, host)
     if host.why:
-        whys.append(("no_worker", f"{host.id} is {host.why}"))
-        return None, 0
-    if not tokens:
-        whys.append(("no_worker", f"{host.id} has blocks of {host.block_size} tokens"))
-        return None, 0
-    if host.context_tokens and item.context_tokens > host.context_tokens:
-        whys.append(("no_worker", f"{host.id} has a context of {host.context_tokens} tokens"))
-        return None, 0
-    if host.capacity_tokens and tokens + 1 > EVICTION_FILL * host.capacity_tokens:
-        whys.append(("no_worker", f"{host.id} has room for {host.capacity_tokens} tokens in all"))
-        return None, 0
+        whys.add("no_worker", host, f"is {host.why}")
+    elif not tokens:
+        whys.add("no_worker", host, f"has blocks of {host.block_size} tokens")
+    elif host.context_tokens and item.context_tokens > host.context_tokens:
+        whys.add("no_worker", host, f"has a context of {host.context_tokens} tokens")
+    elif host.capacity_tokens and tokens + 1 > EVICTION_FILL * host.capacity_tokens:
+        whys.add("no_worker", host, f"has room for {host.capacity_tokens} tokens in all")
+    else:
+        tier = _tier(item, room, tokens)
+        if tier is not None:
+            return _take(item, room, tokens, tier, state)
+        if room.free >= tokens:
+            whys.add("skip_worth", host, "would evict what is reused more often")
+        else:
+            whys.add("skip_capacity", host, f"has no room left for {tokens} tokens")
+    return None
+
+
+def _take(item: Wanted, room: _Room, tokens: int, tier: Tier, state: _State) -> Placement:
+    """Book a copy, as far as the budget goes."""
+    host = room.host
     held = item.held.get(host.id)
     missing = tokens - (0 if held is None else min(tokens, held.tokens))
-    if missing > left:
-        reason = f"{missing} tokens, {int(left)} are left of the budget"
-        return _placement(item, host, "gpu", "skip_budget", reason, missing), 0
-    tier = _tier(item, room, tokens)
-    if tier is None:
-        whys.append(_why_full(item, room, tokens))
-        return None, 0
+    if missing > state.left:
+        reason = f"{missing} tokens, {int(state.left)} are left of the budget"
+        return _placement(item, host, tier, "skip_budget", reason, missing)
+    state.left -= missing
     if tier == "gpu":
-        room.taken += tokens
+        room.take(tokens)
     else:
         room.cpu_free -= tokens
-    return _placement(item, host, tier, "warm", "", missing), missing
+    return _placement(item, host, tier, "warm", "", missing)
 
 
 def _tier(item: Wanted, room: _Room, tokens: int) -> Tier | None:
     """Return where there is room for it that costs nobody more than it gains."""
-    if room.free_tokens(item.reuses, pin=item.pin) >= tokens:
+    free = room.free_tokens(item)
+    if free >= tokens:
         return "gpu"
-    host = room.host
-    if room.cpu_free >= tokens and room.passes(tokens, item.reuses, pin=item.pin):
-        model = host.model
+    # Kept below, it only passes through the device: what this plan put there may make way.
+    if room.cpu_free >= tokens and free + room.taken >= tokens:
+        model = room.host.model
         if model is None:
             return "cpu"
         restore_s = tokens / model.restore_cpu_tokens_per_s + MANAGEMENT_S
@@ -262,33 +333,18 @@ def _tier(item: Wanted, room: _Room, tokens: int) -> Tier | None:
     return None
 
 
-def _why_full(item: Wanted, room: _Room, tokens: int) -> tuple[Action, str]:
-    where, num_all = room.host.id, room.host.capacity_tokens
-    if room.free_tokens(item.reuses, pin=True) >= tokens:
-        return "skip_worth", f"{where} would evict what is reused more often"
-    return "skip_capacity", f"{where} has no room left for {tokens} of its {num_all} tokens"
-
-
-# What is told of an item that went nowhere, the most hopeful reason first.
-_RANKS: dict[Action, int] = {"skip_worth": 0, "skip_capacity": 1, "no_worker": 2}
-
-
-def _nowhere(item: Wanted, whys: Sequence[tuple[Action, str]]) -> Placement:
-    if not whys:
+def _nowhere(item: Wanted, whys: _Whys) -> Placement:
+    action, reason = whys.action, str(whys)
+    if action is None:
+        action = "no_worker"
         reason = "there is no other worker" if item.copies > 1 else "the pool has no worker"
-        return Placement(item.id, None, "gpu", item.tokens, None, None, None, "no_worker", reason)
-    least = min(_RANKS[action] for action, _ in whys)
-    action = next(action for action, _ in whys if _RANKS[action] == least)
-    reasons = [reason for found, reason in whys if found == action]
-    more = f", and {len(reasons) - 3} others likewise" if len(reasons) > 3 else ""
-    reason = "; ".join(reasons[:3]) + more
     return Placement(item.id, None, "gpu", item.tokens, None, None, None, action, reason)
 
 
 def _held(item: Wanted, room: _Room) -> Placement:
     host, held = room.host, item.held[room.host.id]
     if held.tier == "gpu":
-        room.taken += _whole(item.tokens, host)
+        room.take(_whole(item.tokens, host))
     reason = f"held in {held.tier}"
     return _placement(item, host, held.tier, "skip_held", reason, 0)
 

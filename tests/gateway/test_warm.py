@@ -517,3 +517,35 @@ async def test_warming_is_not_counted_as_traffic(tmp_path: Path) -> None:
         await gateway.warm([item("a")])
         assert not (await gateway.get("/admin/v1/worth"))["documents"]
         assert (await gateway.get("/admin/v1/misses"))["totals"]["requests"] == 0
+
+
+async def test_what_was_pushed_out_by_what_came_after_it_is_not_called_warm(
+    tmp_path: Path,
+) -> None:
+    engine = Caching()
+    async with warming_over(tmp_path, engine) as (gateway, _):
+        pool = gateway.gateway.fleet.pools[0]
+        index, reader = pool.index, pool.reader
+        assert index is not None
+        assert reader is not None
+        pool.set_mode(pool.workers["w0"], "exact")
+        # An engine that tells what it holds, and that has room for two documents.
+        held: dict[bytes, list[bytes]] = {}
+
+        def announce(seen: Seen) -> None:
+            prompt = reader.completion(seen.json()["prompt"]).complete()
+            hashes = prompt.block_hashes
+            if hashes[4] not in held:
+                held[hashes[4]] = hashes
+                index.store("w0", hashes, prompt.root)
+            if len(held) > 2:
+                gone = held.pop(next(iter(held)))
+                index.remove("w0", gone[1:])
+                engine.held -= set(gone)
+
+        engine.before = announce  # type: ignore[assignment]
+        events = await gateway.warm([item(f"d{k}") for k in range(4)], concurrency=1)
+        assert sum(v["warm"] for v in of(events, "verified")) == 4
+        evicted = [v for v in of(events, "verified") if "evicted" in v["reason"]]
+        assert [v["id"] for v in evicted] == ["d0", "d1"]
+        assert (end(events)["warm"], end(events)["failed"]) == (2, 2)
