@@ -160,17 +160,16 @@ class Pricing:
         """
         num_blocks, arriving = 0, 1.0
         busy_s: dict[TierName, float] = {}
-        p90_s: dict[TierName, float] = {}
+        tails: dict[TierName, float] = {}
         for place, run in enumerate(runs, 1):
             num_bytes = run.num_blocks * self.block_bytes
             before = 0
             if run.tier not in busy_s:
                 before = queued.get(run.tier, 0)
                 arriving *= delivered(run.tier)
+                tails[run.tier] = self.transfers.tail(run.tier, "read", source)
             run_s = self.transfers.expect_s(run.tier, "read", num_bytes, before, source)
-            tail_s = self.transfers.p90_s(run.tier, "read", num_bytes, before, source)
             busy_s[run.tier] = busy_s.get(run.tier, 0.0) + run_s
-            p90_s[run.tier] = p90_s.get(run.tier, 0.0) + tail_s
             num_blocks += run.num_blocks
             recompute_s = self.recompute_s(start_tokens, num_blocks)
             restore_s = max(busy_s.values())
@@ -182,7 +181,7 @@ class Pricing:
                 num_blocks=num_blocks,
                 recompute_s=recompute_s,
                 restore_s=restore_s,
-                restore_p90_s=max(p90_s.values()),
+                restore_p90_s=max(tails[tier] * wait_s for tier, wait_s in busy_s.items()),
                 management_s=management_s,
                 delivered=arriving,
                 gain_s=weight * arriving * recompute_s - restore_s - management_s,

@@ -95,17 +95,9 @@ class TransferModel:
         """Return when ``num_bytes`` should be there, ``queued_bytes`` being before them."""
         return self._line(tier, direction, source).expect_s(num_bytes, queued_bytes)
 
-    def p90_s(
-        self,
-        tier: TierName,
-        direction: Direction,
-        num_bytes: int,
-        queued_bytes: int = 0,
-        source: str = "",
-    ) -> float:
-        """Return by when nine of ten such transfers are there."""
-        line = self._line(tier, direction, source)
-        return line.expect_s(num_bytes, queued_bytes) * line.tail
+    def tail(self, tier: TierName, direction: Direction, source: str = "") -> float:
+        """Return how much longer than expected one transfer in ten takes, at least 1."""
+        return self._line(tier, direction, source).tail
 
     def count(self, tier: TierName, direction: Direction, source: str = "") -> int:
         """Return how many transfers have been seen."""
