@@ -69,7 +69,7 @@ class Driver:
         deadline_s = time.monotonic() + RUN_TIMEOUT_S
         while self.core.has_work:
             self.step()
-            if (sleep_s := self.core.sleep_s()) is not None and sleep_s > 0:
+            if self.core.has_work and (sleep_s := self.core.sleep_s()) != 0:
                 self.is_woken.wait(sleep_s)
                 self.is_woken.clear()
             assert time.monotonic() < deadline_s, "requests do not end"
