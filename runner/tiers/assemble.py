@@ -51,8 +51,10 @@ READER_THREADS: dict[TierName, int] = {"cpu": 1, "disk": 3, "remote": 2, "peer":
 STAGING_BYTES = 128 * 2**20
 STAGING_BLOCKS = 2 * MAX_BATCH_BLOCKS
 
-# Pinned blocks cannot be evicted for requests that wait; a quarter is never missed.
+# Pinned blocks cannot be evicted for requests that wait; a quarter is never missed, and what one
+# step computes is in use by its requests anyway, up to half of a small pool.
 PINNED_SHARE = 4
+PINNED_SHARE_OF_STEP = 2
 
 
 def build_tiers(
@@ -172,7 +174,7 @@ def join_tiers(
         past,
         host=stores.host,
         staging=staging,
-        max_pinned_blocks=max(1, pool.num_blocks // PINNED_SHARE),
+        max_pinned_blocks=_max_pinned_blocks(pool.num_blocks, chunk_tokens // pool.block_size),
         observer=observer,
         clock=clock,
     )
@@ -236,8 +238,8 @@ class _Tiers:
                 self._announcer.removed(name, entry.record.key)
 
         pricing = self._pricing
-        order = EvictionOrder(lambda depth: pricing.saved_per_block_s(name, depth))
-        books = TierBooks(num_slots, order, evicted)
+        saved = _Remembered(lambda depth: pricing.saved_per_block_s(name, depth))
+        books = TierBooks(num_slots, EvictionOrder(saved), evicted)
         self.by_name[name] = Tier(
             name,
             self._lane(name, "read", READER_THREADS[name]),
@@ -277,6 +279,35 @@ class _Tiers:
         lane = Lane(f"kv-{tier}-{work}", num_threads, self._acks, clock=self._clock)
         self.lanes.append(lane)
         return lane
+
+
+def _max_pinned_blocks(pool_blocks: int, step_blocks: int) -> int:
+    of_step = min(step_blocks, pool_blocks // PINNED_SHARE_OF_STEP)
+    return max(1, pool_blocks // PINNED_SHARE, of_step)
+
+
+class _Remembered:
+    """A slowly changing function of a depth, asked for every block of every prompt."""
+
+    # Depths of one class differ by less than what is known of the price.
+    _DEPTH_BITS = 4
+    # A step or two: prices move by a few percent meanwhile.
+    _MAX_USES = 256
+
+    def __init__(self, function: Callable[[int], float]) -> None:
+        self._function = function
+        self._values: dict[int, float] = {}
+        self._num_uses = 0
+
+    def __call__(self, depth: int) -> float:
+        self._num_uses += 1
+        if self._num_uses > self._MAX_USES:
+            self._num_uses = 0
+            self._values.clear()
+        group = depth >> self._DEPTH_BITS
+        if group not in self._values:
+            self._values[group] = self._function(depth)
+        return self._values[group]
 
 
 def _staging(block_bytes: int, allocators: tuple[Callable[[int], memoryview], ...]) -> Staging:

@@ -147,6 +147,8 @@ class TierManager:
 
     def offer(self, blocks: Sequence[Committed], now_s: float) -> None:
         """Consider blocks for storing that have become findable in the pool or were hit there."""
+        # What was copied during the step that computed these has given its pins back.
+        self._parts.acks.settle_all()
         self._storer.offer(blocks, now_s)
 
     def touch(self, keys: Sequence[KvKey], now_s: float) -> None:

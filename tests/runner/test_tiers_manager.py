@@ -482,12 +482,23 @@ class TestRoom:
         assert rig.stats("disk").evictions_total == 0
         rig.check()
 
+    def test_what_has_been_copied_makes_room_for_the_next_blocks_without_a_poll(
+        self, make_rig: MakeRig
+    ) -> None:
+        rig = make_rig(num_blocks=16, host_slots=32)
+        rig.compute(PROMPT[:32])
+        assert rig.wakes.acquire(timeout=10)
+        rig.compute([*PROMPT[:32], *range(900, 932)])
+        rig.settle()
+        assert rig.stats("cpu").num_blocks == 16
+        rig.check()
+
     def test_store_pins_leave_most_of_the_pool_to_requests(self, make_rig: MakeRig) -> None:
         rig = make_rig(num_blocks=16, host_slots=32)
         rig.memory.out_gate.shut()
         rig.compute(PROMPT)
-        assert rig.pool.num_pinned == 4
-        assert rig.stats("cpu").dropped_total == 6
+        assert rig.pool.num_pinned == 8
+        assert rig.stats("cpu").dropped_total == 2
         rig.memory.out_gate.open()
         rig.check()
 
