@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gateway.telemetry.decision_log import hashed_key
-from gateway.warm.store import key_parts
+from gateway.warm.store import NAMED, key_parts
 from prefix_index.holdings import TIERS
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 # Rows listed unless the operator says otherwise; what one process counts is 2,048 at most.
 DEFAULT_ROWS = 100
 MAX_ROWS = 2048
-# Kinds of identity that an application chose to name a document; others may name a person.
-_NAMED = frozenset({"document", "knowledge_base"})
 
 
 def documents_report(
@@ -96,7 +94,7 @@ def _row(
         "tenant": group.tenant,
         # As the worth report and the decision log call it.
         "document": hashed_key(ring_key, secret),
-        "id": value if kind in _NAMED else None,
+        "id": value if kind in NAMED else None,
         "kind": kind,
         "version": (entry.version or None) if entry is not None else None,
         "requests": round(group.requests, 2),

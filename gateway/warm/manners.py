@@ -91,7 +91,7 @@ class Manners:
         return (
             self._pool.name in self._gate.lines
             or queued > our_tokens
-            or (waiting or 0) > MAX_ENGINE_QUEUE
+            or (waiting or 0) - len(ours) > MAX_ENGINE_QUEUE
         )
 
     async def turn(self, is_over: Callable[[], bool]) -> None:

@@ -91,6 +91,7 @@ class Placer:
             item.priority,
             UNKNOWN_REUSES if group is None else max(UNKNOWN_REUSES, group.reuses),
             held_by(pool, found),
+            pool.adapter_of(item.model),
         )
 
     def _hosts(self, pool: Pool, workers: Sequence[Worker], now_s: float) -> list[Host]:
@@ -113,6 +114,7 @@ class Placer:
             cpu_free_tokens=max(0, worker.cpu_capacity_tokens - cpu_held),
             bytes_per_token=self._bytes_per_token(pool, worker),
             model=worker.learner.model,
+            adapters=worker.adapters,
         )
 
     def _reused(self, pool: Pool) -> dict[str, list[tuple[float, int]]]:

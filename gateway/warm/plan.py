@@ -17,7 +17,7 @@ from gateway.routing.cost import EVICTION_FILL, CostModel, prefill_s
 from gateway.worth.rule import MANAGEMENT_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 Action = Literal["warm", "skip_held", "skip_capacity", "skip_worth", "skip_budget", "no_worker"]
 Tier = Literal["gpu", "cpu", "disk", "remote"]
@@ -53,6 +53,7 @@ class Wanted:
         priority: Higher ones first.
         reuses: Reuses an hour that are expected.
         held: Worker -> what it holds.
+        adapter: LoRA adapter that its requests run on; empty = none.
     """
 
     id: str
@@ -64,6 +65,7 @@ class Wanted:
     priority: int = 0
     reuses: float = UNKNOWN_REUSES
     held: Mapping[str, Held] = field(default_factory=dict)
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ class Host:
         cpu_free_tokens: Room in its CPU tier; 0 = it has none.
         bytes_per_token: KV bytes of a token; None = unknown.
         model: Its cost constants; None = unknown.
+        adapters: LoRA adapters that it serves.
     """
 
     id: str
@@ -93,6 +96,7 @@ class Host:
     cpu_free_tokens: int = 0
     bytes_per_token: float | None = None
     model: CostModel | None = None
+    adapters: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +239,8 @@ def _place(item: Wanted, state: _State) -> list[Placement]:
     used = {placement.worker for placement in found}
     whys = _Whys()
     known = state.hopeless.get((item.reuses, item.pin))
-    if known is not None and item.tokens >= known[0] and not item.held:
+    is_plain = not item.held and not item.adapter
+    if known is not None and item.tokens >= known[0] and is_plain:
         whys = known[1]
     else:
         for worker in _ways(item, rooms):
@@ -246,7 +251,7 @@ def _place(item: Wanted, state: _State) -> list[Placement]:
                     missing -= 1
                     if not missing:
                         return found
-        if not found and whys.action in ("skip_worth", "skip_capacity"):
+        if is_plain and not found and whys.action in ("skip_worth", "skip_capacity"):
             state.hopeless[item.reuses, item.pin] = item.tokens, whys
     return found + [_nowhere(item, whys)] * missing
 
@@ -284,6 +289,8 @@ def _try(item: Wanted, room: _Room, state: _State, whys: _Whys) -> Placement | N
     tokens = _whole(item.tokens, host)
     if host.why:
         whys.add("no_worker", host, f"is {host.why}")
+    elif item.adapter and item.adapter not in host.adapters:
+        whys.add("no_worker", host, f"does not serve the adapter {item.adapter!r}")
     elif not tokens:
         whys.add("no_worker", host, f"has blocks of {host.block_size} tokens")
     elif host.context_tokens and item.context_tokens > host.context_tokens:

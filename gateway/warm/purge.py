@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gateway.errors import InvalidRequest
 from gateway.warm.checks import text
 from gateway.warm.items import MAX_NAME_CHARS
-from gateway.warm.store import key_parts, name_of
+from gateway.warm.store import NAMED, key_parts, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from prefix_index.blocks import BlockHash
 
 _FIELDS = frozenset({"tenant", "document"})
-# Kinds of identity that name a document.
-_DOCUMENTS = frozenset({"document", "knowledge_base"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class Purge:
             return False
         if not self.document:
             return True
-        return kind in _DOCUMENTS and self.document in (value, name_of(value))
+        return kind in NAMED and self.document in (value, name_of(value))
 
 
 def read_purge(document: object) -> Purge:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -154,6 +154,7 @@ class Run:
         self._found = found
         self._served: list[_Job] = []
         self._copies: list[_Job] = []
+        self._rows: list[dict[str, Any]] = []
 
     def stop(self) -> None:
         """Send nothing more; what is in flight finishes."""
@@ -183,7 +184,14 @@ class Run:
         finally:
             self.is_over = True
             self.elapsed_s = self._parts.clock() - self.began_s
+            self._let_go()
         await self._emit(self.summary() | {"event": "end"})
+
+    def _let_go(self) -> None:
+        """Keep what is told of a run that is over, and none of its prompts."""
+        self._rows = [job.row() for job in self._copies]
+        self._order = replace(self._order, items=())
+        self._copies, self._served, self._found = [], [], ()
 
     def summary(self) -> dict[str, Any]:
         """Return the run in numbers, as plain values."""
@@ -211,8 +219,8 @@ class Run:
             name = "failed" if self.has_failed else "stopped" if self.is_stopped else "done"
         elif self.is_stopped:
             name = "stopping"
-        documents = [job.row() for job in self._copies]
-        documents += [
+        documents = self._rows if self.is_over else [job.row() for job in self._copies]
+        refused = [
             {"id": name, "worker": None, "state": "failed", "tokens": None, "cached_tokens": None,
              "computed_tokens": 0, "reason": reason}
             for name, reason in self.refused.items()
@@ -221,7 +229,7 @@ class Run:
             "state": name,
             "model": self._order.model or None,
             "started_at": self.began_unix_s,
-            "documents": documents,
+            "documents": [*documents, *refused],
         }
 
     async def _find(self, items: Sequence[Item]) -> dict[str, Shareable]:

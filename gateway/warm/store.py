@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from gateway.telemetry.decision_log import hashed_key
 from gateway.warm.items import Item
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ MAX_WORKERS = 8
 # Shorter prefixes are computed sooner than they are looked after; the grain of what is known to be
 # shared.
 MIN_TOKENS = 512
+# Kinds of identity that an application chose to name a document; others may name a person, and are
+# shown as their hash.
+NAMED = frozenset({"document", "knowledge_base"})
 
 
 @dataclass(slots=True)
@@ -76,8 +80,10 @@ class Stored:
 
     def item(self, copies: int = 1) -> Item:
         """Return it as an item to be warmed."""
+        shown = self.value if self.kind in NAMED else hashed_key(self.ring_key)
+        names = (self.pool, self.tenant, f"{self.kind}:{shown}")
         return Item(
-            id=f"{self.kind}:{self.value}",
+            id="/".join(name for name in names if name),
             version=self.version,
             kind="prefix",
             model=self.model,

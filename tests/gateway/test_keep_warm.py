@@ -13,10 +13,21 @@ from gateway.replicas.load import LoadExchange
 from gateway.routing.others import OthersLoad
 from gateway.routing.slow_start import FIRST_SHARE, LASTS_S, SlowStart
 from gateway.warm.store import EXPIRES_S, PromptStore, Stored
-from tests.fakes.engine import Script, Seen, answer
+from tests.fakes.engine import RawEngine, Script, Seen, answer
 from tests.gateway.routing_parts import Clock, chat, dispatcher, hold, make_pool
-from tests.gateway.warm_parts import Caching, Warming, end, item, text_of, warming_over
+from tests.gateway.warm_parts import (
+    Caching,
+    Warming,
+    end,
+    item,
+    text_of,
+    warming,
+    warming_over,
+)
 from tests.support import poll_until
+from tests.valkey import Valkey, valkey
+
+__all__ = ["valkey"]
 
 KEEP = {"keep_warm": {"enabled": True, "store": True}}
 CHARS = 1200
@@ -109,7 +120,7 @@ async def test_the_budget_bounds_what_is_filled(tmp_path: Path) -> None:
         await restart(gateway, engine)
         await poll_until(lambda: done(gateway), what="it is filled")
         run = gateway.gateway.warmer.keeper.runs["w0"][1]
-        assert set(run.results) == {"document:d3", "document:d1"}
+        assert set(run.results) == {"chat/document:d3", "chat/document:d1"}
         assert run.computed_tokens <= 2200
 
 
@@ -153,6 +164,38 @@ async def test_a_worker_that_dies_while_it_is_filled_is_given_up(tmp_path: Path)
         await poll_until(lambda: done(gateway), what="it gives up")
         assert gateway.gateway.fleet.pools[0].workers["w0"].slow_start is None
         assert gateway.gateway.warmer.counts.failed["w0"] == 2
+
+
+async def test_of_several_gateways_one_fills_a_worker_and_all_let_it_start_slowly(
+    tmp_path: Path, valkey: Valkey
+) -> None:
+    engine = Caching()
+    index = {"backend": "redis", "url": valkey.url}
+    async with (
+        RawEngine(engine.respond) as raw,
+        warming(tmp_path, raw.url, index=index, **KEEP) as first,
+        warming(tmp_path, raw.url, index=index, **KEEP) as second,
+    ):
+        both = [first.gateway, second.gateway]
+        exchanges = [gateway.exchange for gateway in both]
+        await poll_until(
+            lambda: all(e is not None and len(e.others["chat"]) == 1 for e in exchanges),
+            what="they hear each other",
+        )
+        for gateway in (first, second):
+            await use(gateway, ["a", "b"])
+            gateway.gateway.warmer.keeper.look()
+        raw.seen.clear()
+        engine.restart()
+        for gateway in (first, second):
+            await gateway.gateway.fleet.watches["w0"]._scrape()
+            gateway.gateway.warmer.keeper.look()
+        await poll_until(lambda: done(first) and done(second), what="it is filled")
+        assert sum(g.warmer.counts.keep_runs["chat", "restarted"] for g in both) == 1
+        assert sum(seen.target == "/v1/completions" for seen in raw.seen) == 2
+        # The other one ends the slow start when its time has come, or its own index says so.
+        slow = [g.fleet.pools[0].workers["w0"].slow_start for g in both]
+        assert sum(start is None for start in slow) >= 1
 
 
 async def test_the_hot_list_can_be_warmed_at_once(tmp_path: Path) -> None:

@@ -99,11 +99,13 @@ def test_pins_priority_and_reuse_decide_who_gets_the_room() -> None:
         ({"why": "draining"}, "is draining"),
         ({"context_tokens": 1000}, "context of 1000"),
         ({"capacity": 1600}, "room for 1600"),
+        ({"adapters": ["other"]}, "adapter 'sql'"),
         ({"block_size": 4096}, "blocks of 4096"),
     ],
 )
 def test_who_cannot_take_it_at_all_is_named(worker: Any, reason: str) -> None:
-    (placed,) = make_plan([doc("a")], [host(**worker)])
+    adapter = "sql" if "adapters" in worker else ""
+    (placed,) = make_plan([doc("a", adapter=adapter)], [host(**worker)])
     assert (placed.action, placed.worker) == ("no_worker", None)
     assert placed.reason.startswith("w0 ")
     assert reason in placed.reason

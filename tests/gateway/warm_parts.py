@@ -145,7 +145,9 @@ class Warming:
 
 
 @asynccontextmanager
-async def warming(folder: Path, *urls: str, **pool: Any) -> AsyncIterator[Warming]:
+async def warming(
+    folder: Path, *urls: str, index: dict[str, Any] | None = None, **pool: Any
+) -> AsyncIterator[Warming]:
     """Serve one pool of the model ``m`` over workers ``w0, w1, ...``."""
     workers = [{"id": f"w{k}", "url": url} for k, url in enumerate(urls)]
     config = {
@@ -156,7 +158,10 @@ async def warming(folder: Path, *urls: str, **pool: Any) -> AsyncIterator[Warmin
         "block_size": BLOCK,
         "workers": workers,
     } | pool
-    settings, _ = load(None, flags={("pools",): [config]}, environ={})
+    flags: dict[tuple[str, ...], Any] = {("pools",): [config]}
+    if index is not None:
+        flags["index",] = index
+    settings, _ = load(None, flags=flags, environ={})
     gateway = Gateway(settings)
     await gateway.start()
     listener = await Listener.start(gateway.app, "127.0.0.1", 0)
