@@ -72,7 +72,7 @@ class Int8Linear:
         """See ``Linear``."""
         if rows.shape[0] < MANY_ROWS:
             product: torch.Tensor = torch.ops.aten._weight_int8pack_mm(
-                rows, self._values, self._scales
+                rows.contiguous(), self._values, self._scales
             )
         else:
             # Integers up to 127 are exact in bfloat16.
@@ -110,7 +110,7 @@ class Int4Linear:
         """See ``Linear``."""
         if rows.shape[0] < MANY_ROWS:
             product: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                rows, self._packed, self._group, self._pairs
+                rows.contiguous(), self._packed, self._group, self._pairs
             )
             return product if self._bias is None else product.add_(self._bias)
         return functional.linear(rows, self._unpacked(), self._bias)

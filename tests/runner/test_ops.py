@@ -225,6 +225,17 @@ def test_linears_of_odd_sizes_are_whole(kind: str, outputs: int, kernels_dir: Pa
 
 
 @pytest.mark.parametrize("form", WEIGHTS)
+def test_linears_take_rows_that_are_part_of_wider_ones(
+    kind: str, form: str, kernels_dir: Path
+) -> None:
+    ops = make_ops(kind, config_of(), torch.bfloat16, kernels_dir)
+    wide = random_of((8, 128), 1).bfloat16()
+    with torch.inference_mode():
+        linear = ops.linear(WEIGHTS[form](random_of((96, 64))))
+        assert torch.equal(linear(wide[:, :64]), linear(wide[:, :64].contiguous()))
+
+
+@pytest.mark.parametrize("form", WEIGHTS)
 @pytest.mark.parametrize("inputs", [64, 1536])
 def test_a_tiled_linear_gives_a_row_the_same_bits_whatever_the_batch(
     form: str, inputs: int, kernels_dir: Path
