@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from runner.tiers.pricing import TYPICAL_BLOCKS
-
 if TYPE_CHECKING:
     from runner.tiers.pricing import Pricing
     from runner.tiers.reuse import ReuseHistory
@@ -79,10 +77,7 @@ class Admission:
 
     def _price_s(self, tier: TierName, queued_bytes: int) -> float:
         """Return what writing one block among its neighbours costs, dearer behind a queue."""
-        transfers, num_bytes = self.pricing.transfers, self.pricing.block_bytes
-        write_s = transfers.expect_s(tier, "write", TYPICAL_BLOCKS * num_bytes) / TYPICAL_BLOCKS
-        alone_s = transfers.expect_s(tier, "write", num_bytes)
-        queue_s = transfers.expect_s(tier, "write", num_bytes, queued_bytes) - alone_s
+        write_s, queue_s = self.pricing.write_per_block_s(tier, queued_bytes)
         return write_s * (1.0 + queue_s / _QUEUE_DOUBLES_S)
 
     def _gain_s(self, tier: TierName, depth: int) -> float:

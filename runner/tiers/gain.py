@@ -221,7 +221,8 @@ class Gain:
         if offer.gain_s > bar_s:
             self._closed.discard(place)
             return bar_s, "worth"
-        self._closed.add(place)
+        if usual_s > MIN_GAIN_S:  # a handful of blocks says nothing about the tier
+            self._closed.add(place)
         return bar_s, "close_call" if offer.gain_s > usual_s else "too_little"
 
     def _slowest(self, decision: GainDecision) -> TierName:

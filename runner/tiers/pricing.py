@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from runner.tiers.transfer_model import TransferModel
     from runner.tiers.types import TierName
 
+# Prices per block are computed anew after so many steps and transfers; at first after each.
+_REFRESH = 64
+
+# One for each sixteen blocks of depth: a context of a million tokens.
+_MAX_PRICES = 4096
+
 # Weight of the newest observation in what is neither transfer nor compute.
 _NEWEST_SHARE = 0.1
 
@@ -84,7 +90,7 @@ class Overhead:
         return self.turn_s + num_runs * self.submit_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pricing:
     """Prices loads with what has been measured. Owned by the engine thread.
 
@@ -103,6 +109,8 @@ class Pricing:
     block_bytes: int
     chunk_tokens: int
     overhead: Overhead = field(default_factory=Overhead)
+    _prices: dict[tuple[str, TierName | int], float] = field(default_factory=dict)
+    _seen_at: int = 0
 
     def recompute_s(self, start_tokens: int, num_blocks: int) -> float:
         """Return what computing blocks after ``start_tokens`` would cost."""
@@ -115,26 +123,53 @@ class Pricing:
         num_bytes = run.num_blocks * self.block_bytes
         return self.transfers.expect_s(run.tier, "read", num_bytes, source=source)
 
-    def saved_s(self, tier: TierName, start_tokens: int, num_blocks: int) -> float:
-        """Return what having blocks on an idle tier saves when they are asked for."""
-        saved_s = self.recompute_s(start_tokens, num_blocks)
-        return saved_s - self.restore_s(Run(tier, num_blocks)) - self.overhead.expect_s(1)
-
     def saved_per_block_s(self, tier: TierName, depth: int) -> float:
         """Return what a block of an idle tier saves when it is read back among its neighbours.
+
+        Cheap enough to be asked for every block: remembered for a while, like the two below.
 
         Args:
             tier: Where it lies.
             depth: Blocks before it.
         """
-        run = Run(tier, TYPICAL_BLOCKS)
-        cost_s = self.restore_s(run) + self.overhead.expect_s(1)
+        cost_s = self._remembered(("read", tier), lambda: self._read_s(tier))
         return self.recompute_per_block_s(depth) - cost_s / TYPICAL_BLOCKS
 
     def recompute_per_block_s(self, depth: int) -> float:
         """Return what computing a block among its neighbours costs."""
-        first = max(0, depth + 1 - TYPICAL_BLOCKS)
-        return self.recompute_s(first * self.block_tokens, TYPICAL_BLOCKS) / TYPICAL_BLOCKS
+        first = depth // TYPICAL_BLOCKS * TYPICAL_BLOCKS
+        return self._remembered(
+            ("step", first),
+            lambda: self.recompute_s(first * self.block_tokens, TYPICAL_BLOCKS) / TYPICAL_BLOCKS,
+        )
+
+    def write_per_block_s(self, tier: TierName, queued_bytes: int) -> tuple[float, float]:
+        """Return what writing a block among its neighbours takes, and the queue before it."""
+        write_s = self._remembered(("write", tier), lambda: self._write_s(tier, 0))
+        block_s = self._remembered(
+            ("queue", tier), lambda: self._write_s(tier, self.block_bytes) - self._write_s(tier, 0)
+        )
+        return write_s / TYPICAL_BLOCKS, block_s * queued_bytes / self.block_bytes
+
+    def _read_s(self, tier: TierName) -> float:
+        return self.restore_s(Run(tier, TYPICAL_BLOCKS)) + self.overhead.expect_s(1)
+
+    def _write_s(self, tier: TierName, queued_bytes: int) -> float:
+        num_bytes = TYPICAL_BLOCKS * self.block_bytes
+        return self.transfers.expect_s(tier, "write", num_bytes, queued_bytes)
+
+    def _remembered(self, key: tuple[str, TierName | int], price: Callable[[], float]) -> float:
+        """Return a price that is at most ``_REFRESH`` observations old."""
+        num_seen = self.steps.count + self.transfers.num_observed
+        if num_seen - self._seen_at >= min(_REFRESH, 1 + self._seen_at):
+            self._prices.clear()
+            self._seen_at = num_seen
+        known = self._prices.get(key)
+        if known is None:
+            if len(self._prices) >= _MAX_PRICES:
+                self._prices.clear()
+            known = self._prices[key] = price()
+        return known
 
     def offers(
         self,

@@ -52,10 +52,15 @@ _Key: TypeAlias = "tuple[TierName, Direction, str]"
 
 
 class TransferModel:
-    """Expected seconds per tier and direction; for peers per pair. Owned by the engine thread."""
+    """Expected seconds per tier and direction; for peers per pair. Owned by the engine thread.
+
+    Attributes:
+        num_observed: Transfers seen in all.
+    """
 
     def __init__(self) -> None:
         self._lines: dict[_Key, _Line] = {}
+        self.num_observed = 0
 
     def observe(
         self,
@@ -76,13 +81,8 @@ class TransferModel:
         """
         if num_bytes < 1 or not math.isfinite(elapsed_s) or elapsed_s < 0:
             return
-        key = (tier, direction, source)
-        line = self._lines.get(key)
-        if line is None:
-            if len(self._lines) >= _MAX_LINES:
-                self._lines.pop(next(iter(self._lines)))
-            line = self._lines[key] = _Line(*_START[tier])
-        line.observe(num_bytes, elapsed_s)
+        self.num_observed += 1
+        self._line(tier, direction, source).observe(num_bytes, elapsed_s)
 
     def expect_s(
         self,
@@ -101,16 +101,21 @@ class TransferModel:
 
     def count(self, tier: TierName, direction: Direction, source: str = "") -> int:
         """Return how many transfers have been seen."""
-        return self._line(tier, direction, source).count
+        line = self._lines.get((tier, direction, source))
+        return line.count if line is not None else 0
 
     def believe_latest(self, tier: TierName, direction: Direction, source: str = "") -> None:
         """Take the tier's speed from its latest transfer alone: it has come back."""
-        line = self._lines.get((tier, direction, source))
-        if line is not None:
-            line.believe_latest()
+        self._line(tier, direction, source).believe_latest()
 
     def _line(self, tier: TierName, direction: Direction, source: str) -> _Line:
-        return self._lines.get((tier, direction, source)) or _Line(*_START[tier])
+        key = (tier, direction, source)
+        line = self._lines.get(key)
+        if line is None:
+            if len(self._lines) >= _MAX_LINES:
+                del self._lines[next(known for known in self._lines if known[0] == "peer")]
+            line = self._lines[key] = _Line(*_START[tier])
+        return line
 
 
 class _Line:

@@ -448,7 +448,7 @@ def test_after_a_refusal_the_gain_has_to_be_twice_the_bar() -> None:
 
     def at(share: float) -> GainDecision:
         lab.transfers = type(lab.transfers)()
-        object.__setattr__(lab.pricing, "transfers", lab.transfers)
+        lab.pricing.transfers = lab.transfers
         lab.speeds["disk"] = Speed(BLOCK_BYTES / (share * block_s))
         for _ in range(20):
             lab.transfer("disk", 64)
@@ -461,6 +461,15 @@ def test_after_a_refusal_the_gain_has_to_be_twice_the_bar() -> None:
     assert close.bar_s == pytest.approx(REOPEN_FACTOR * 0.1 * close.recompute_s)
     assert at(0.7).reason == "worth"
     assert at(0.86).reason == "worth"
+
+
+def test_a_hit_too_short_to_matter_does_not_make_longer_ones_harder() -> None:
+    lab = Lab(TOKEN_S, {"disk": Speed(BLOCK_BYTES / (0.86 * BLOCK_TOKENS * TOKEN_S))})
+    for _ in range(20):
+        lab.transfer("disk", 64)
+    assert lab.decide(Run("disk", 1)).reason == "too_little"
+
+    assert lab.decide(Run("disk", 64)).reason == "worth"
 
 
 def test_a_gain_below_half_a_millisecond_is_none() -> None:
