@@ -1,6 +1,6 @@
 """What a tier of a given size saves under several eviction rules, on recorded traffic.
 
-    python -m bench.eviction --traces DIR [--only NAME ...] [--csv FILE]
+    python -m bench.eviction --traces DIR [--only NAME ...] [--gib N ...] [--csv FILE]
 
 One runner with one lower tier and no pool worth mentioning; an 8B model's arithmetic: prefill of
 30 us a token plus attention, 128 KiB of KV a token. For every request the leading blocks that the
@@ -214,6 +214,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--traces", type=Path, required=True, help="folder of .jsonl.gz traces")
     parser.add_argument("--only", nargs="*", help="names of traces, without ending")
+    parser.add_argument("--gib", nargs="*", type=int, default=SIZES_GIB, help="tier sizes")
     parser.add_argument("--csv", type=Path, help="write every cell here")
     options = parser.parse_args()
     rows = []
@@ -226,7 +227,7 @@ def main() -> int:
         print(f"| tier | {' | '.join(rule.name for rule in RULES)} |")
         print(f"|---|{'---:|' * len(RULES)}")
         for tier in TIERS:
-            for gib in SIZES_GIB:
+            for gib in options.gib:
                 cells = [run(requests, trace.block_tokens, tier, gib, rule) for rule in RULES]
                 shares = [100 * cell.saved_s / cell.prefill_s for cell in cells]
                 texts = [
