@@ -175,6 +175,7 @@ def join_tiers(
         host=stores.host,
         staging=staging,
         max_pinned_blocks=_max_pinned_blocks(pool.num_blocks, chunk_tokens // pool.block_size),
+        is_reading=loader.is_reading,
         observer=observer,
         clock=clock,
     )

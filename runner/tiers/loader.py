@@ -166,6 +166,14 @@ class Loader:
                 done.append(self._finish(load, decision, now_s))
         return done
 
+    def is_reading(self, tier: Tier) -> bool:
+        """Whether a load waits for a tier."""
+        return any(
+            piece.tier is tier and piece.outcome is None
+            for load, _ in self._loads.values()
+            for piece in load.pieces
+        )
+
     def has_failed(self, owner: str, key: KvKey) -> bool:
         """Whether a request's load was to bring a block and did not."""
         return key in self._failed.get(owner, ())

@@ -66,6 +66,7 @@ class Storer:
         host: HostStore | None,
         staging: Staging | None,
         max_pinned_blocks: int,
+        is_reading: Callable[[Tier], bool],
         observer: TransferObserver,
         clock: Callable[[], float],
     ) -> None:
@@ -81,6 +82,7 @@ class Storer:
         self._host = host
         self._staging = staging
         self._max_pinned_blocks = max_pinned_blocks
+        self._is_reading = is_reading
         self._observer = observer
         self._clock = clock
         self._copying = Health("copying blocks out of the pool")
@@ -116,6 +118,9 @@ class Storer:
         for tier in self._tiers.values():
             self._invalidate(tier)
             outbox = self._outbox[tier.name]
+            # Loads have the medium for themselves as long as what waits has room to wait.
+            if 2 * tier.storing_bytes <= tier.max_storing_bytes and self._is_reading(tier):
+                continue
             while outbox and tier.writer is not None and tier.writer.num_open < MAX_OPEN_WRITES:
                 batch = [outbox.popleft() for _ in range(min(len(outbox), MAX_BATCH_BLOCKS))]
                 self._write(tier, tier.writer, batch)

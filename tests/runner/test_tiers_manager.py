@@ -185,6 +185,32 @@ def test_a_long_load_is_shared_by_the_tiers_threads(make_rig: MakeRig) -> None:
     rig.check()
 
 
+def test_loads_have_the_disk_for_themselves_while_stores_have_room_to_wait(
+    make_rig: MakeRig,
+) -> None:
+    disk = ScriptedStore(256)
+    rig = make_rig(num_blocks=512, disk=disk)
+    chain = rig.compute(PROMPT)
+    rig.settle()
+    rig.forget_pool()
+    disk.read_gate.shut()
+    plan = rig.consider(rig.query(chain))
+    assert plan is not None
+    blocks = rig.start(plan)
+    rig.wait(lambda: disk.read_gate.num_waiting)
+    rig.compute(range(500, 600))
+    rig.wait(lambda: not rig.pool.num_pinned)
+    assert len(disk.writes) == 1
+    rig.tiers._tiers["disk"].max_storing_bytes = 200 * BLOCK_BYTES
+    rig.compute(range(1000, 1400))
+    rig.wait(lambda: len(disk.writes) > 1)
+    disk.read_gate.open()
+    rig.finish(plan, blocks)
+    rig.settle()
+    assert rig.stats("disk").num_blocks == 135
+    rig.check()
+
+
 def test_blocks_beyond_the_requests_offload_cap_are_not_stored(make_rig: MakeRig) -> None:
     rig = make_rig(host_slots=32, disk=ScriptedStore(32))
     rig.compute(PROMPT, can_store=False)
