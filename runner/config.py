@@ -35,7 +35,7 @@ POOL_MEMORY_RATIO = 0.25
 # Past this a CPU cannot prefill what it could hold in any useful time.
 MAX_DEFAULT_POOL_TOKENS = 65_536
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "int8", "int4")
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -161,7 +161,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--host", default=defaults.host, help="address to listen on (default: %(default)s)")
     add("--port", type=_port, default=defaults.port, help="0 for any free (default: %(default)s)")
-    add("--dtype", choices=DTYPES, default=defaults.dtype, help="weights and KV (%(default)s)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default=defaults.dtype,
+        help="weights; KV and activations are bfloat16 unless this is float32 (%(default)s)",
+    )
     add("--threads", type=_positive, default=defaults.threads, help="compute threads (%(default)s)")
     add(
         "--pool-tokens",

@@ -17,6 +17,7 @@ from aiohttp import web
 from runner.answers import AnswerShape, ChatShape, Choice, CompletionShape, Json
 from runner.errors import ApiError
 from runner.fields import parse_object
+from runner.kv_transfer import check_source
 from runner.openai import GenerationRequest, Surface, parse_generation
 from runner.responses import REQUEST_ID, SERVICE, json_response
 from runner.streams import Generation, Piece, Plan
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from runner.service import Service
+    from runner.types import HitSource
 
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -53,6 +55,8 @@ async def _answer(request: web.Request, surface: Surface) -> web.StreamResponse:
     with service.in_flight():
         wanted = parse_generation(surface, parse_object(await request.read()))
         service.check_model(wanted.model)
+        allowed = service.puller.figures() if service.puller is not None else ()
+        check_source(wanted.offload.source, allowed)
         prompts = await service.prompts.of(wanted)
         return await _Job(service, wanted, prompts, request[REQUEST_ID], arrived_s).run(request)
 
@@ -94,15 +98,18 @@ class _Job:
             ],
             salt=self.wanted.cache_salt,
             adapter=self.service.adapter_of(self.wanted.model),
+            caps=self.wanted.offload,
             stop=self.wanted.stop,
         )
         return Generation(
             self.service.engine, self.service.detokenizer, plan, self._note_first_token
         )
 
-    def _note_first_token(self, prompt_tokens: int, cached_tokens: int) -> None:
+    def _note_first_token(
+        self, prompt_tokens: int, cached_tokens: int, source: HitSource | None
+    ) -> None:
         ttft_s = self.service.clock() - self.arrived_s
-        self.service.metrics.first_token(ttft_s, prompt_tokens, cached_tokens)
+        self.service.metrics.first_token(ttft_s, prompt_tokens, cached_tokens, source or "cold")
         if self.ttft_s is None:
             self.ttft_s = ttft_s
 

@@ -8,40 +8,69 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from runner.errors import ApiError, invalid
+from runner.errors import invalid
+from runner.tiers.peer import peer_url
+from runner.tiers.types import PeerSource
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from runner.fields import Fields
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadCaps:
-    """Most leading tokens whose KV may be stored in or taken from lower tiers; None = no cap."""
+    """How far one request's KV may travel.
+
+    Attributes:
+        max_offload_tokens: Most leading tokens stored in lower tiers; None for no cap.
+        max_load_tokens: Most leading tokens taken from there; None for no cap.
+        source: A runner that is said to hold the prefix.
+    """
 
     max_offload_tokens: int | None = None
     max_load_tokens: int | None = None
+    source: PeerSource | None = None
+
+
+NO_CAPS = OffloadCaps()
 
 
 def parse_kv_transfer(fields: Fields) -> OffloadCaps:
     """Read ``kv_transfer_params`` of a request body.
 
     Raises:
-        ApiError: 400 for anything but the known members with non-negative integers, and for a
-            peer, since no configuration allows one.
+        ApiError: 400 for anything but the known members as they should be.
     """
     transfer = fields.object("kv_transfer_params")
     if transfer is None:
-        return OffloadCaps()
+        return NO_CAPS
     unknown = transfer.values.keys() - {"max_offload_tokens", "max_load_tokens", "source"}
     if unknown:
         name = transfer.name(min(unknown))
         raise invalid(f"`{name}` is not supported by this runner", name, "unsupported_parameter")
-    if (source := transfer.object("source")) is not None:
-        raise _refuse_source(source)
     return OffloadCaps(
         max_offload_tokens=_cap(transfer, "max_offload_tokens"),
         max_load_tokens=_cap(transfer, "max_load_tokens"),
+        source=_source(transfer.object("source")),
     )
+
+
+def check_source(source: PeerSource | None, allowed: Collection[str]) -> None:
+    """Refuse a peer that the configuration does not name: a request must not choose whom we ask.
+
+    Raises:
+        ApiError: 400.
+    """
+    if source is not None and source.url not in allowed:
+        name = "kv_transfer_params.source"
+        listed = ", ".join(sorted(allowed)) or "none"
+        raise invalid(
+            f"`{name}` names a peer that this runner's setting `--peer` does not allow; it "
+            f"allows {listed}",
+            name,
+            "peer_not_allowed",
+        )
 
 
 def _cap(transfer: Fields, key: str) -> int | None:
@@ -52,13 +81,15 @@ def _cap(transfer: Fields, key: str) -> int | None:
     return cap
 
 
-def _refuse_source(source: Fields) -> ApiError:
-    if source.string("url", None) is None:
-        return source.refuse("url", "a non-empty string")
-    if source.integer("tokens", None, low=0) is None:
-        return source.refuse("tokens", "an integer of at least 0")
-    return invalid(
-        f"`{source.path}` names a peer, but this runner's setting `peers` allows none",
-        source.path,
-        "peer_not_allowed",
-    )
+def _source(source: Fields | None) -> PeerSource | None:
+    if source is None:
+        return None
+    url, tokens = source.string("url", None), source.integer("tokens", None, low=0)
+    if url is None:
+        raise source.refuse("url", "a non-empty string")
+    if tokens is None:
+        raise source.refuse("tokens", "an integer of at least 0")
+    try:
+        return PeerSource(peer_url(url), tokens)
+    except ValueError as error:
+        raise source.refuse("url", "a base URL, http://HOST:PORT") from error

@@ -23,7 +23,7 @@ def kv_facts(model: Model, block_size: int) -> dict[str, object]:
         # Over all sizes, rope and window, and over every weight.
         "model": model.fingerprint,
         "dtype": str(model.dtype),
-        "kernel_family": getattr(model, "kernel_family", str(model.dtype)),
+        "kernel_family": model.kernel_family,
         "block_size": block_size,
         "num_layers": sizes.num_layers,
         "num_kv_heads": sizes.num_kv_heads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from runner.tiers.peer import PATH
 if TYPE_CHECKING:
     from prefix_index.tokens import PromptTokenizer
     from runner.service import Service
+    from runner.tiers.types import TierStats
 
 # Prometheus text exposition format, as prometheus_client writes it.
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -116,15 +118,32 @@ async def cache(request: web.Request) -> web.Response:
         "free": stats.free_blocks,
         "cached": stats.cached_blocks,
         "active": stats.active_blocks,
+        "loading": stats.loading_blocks,
+        "pinned": stats.pinned_blocks,
     }
+    tiers: dict[str, Any] = {"gpu": {"blocks": blocks}}
+    tiers |= {tier.tier: _tier(tier) for tier in stats.tiers}
     return json_response(
         {
             "block_size": stats.block_size,
             "block_bytes": stats.block_bytes,
-            "tiers": {"gpu": {"blocks": blocks}},
+            "tiers": tiers,
             "peers": peers_document(service.peers, service.puller),
         }
     )
+
+
+def _tier(stats: TierStats) -> dict[str, Any]:
+    """Return a lower tier's figures; what it cannot know is left out."""
+    figures = asdict(stats)
+    del figures["tier"]
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+async def decisions(request: web.Request) -> web.Response:
+    """List the last decisions between restoring and recomputing, predicted and actual."""
+    listed = await asyncio.to_thread(request.app[SERVICE].engine.decisions)
+    return json_response({"decisions": listed})
 
 
 async def tokenizer(request: web.Request) -> web.Response:
@@ -159,6 +178,7 @@ ROUTES = [
     web.post("/reset_prefix_cache", reset_prefix_cache),
     web.get("/metrics", metrics),
     web.get("/cache", cache),
+    web.get("/cache/decisions", decisions),
     web.post(PATH, kv_blocks),
     web.get("/tokenizer", tokenizer),
     web.get("/version", software_version),

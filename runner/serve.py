@@ -91,12 +91,8 @@ def load(config: RunnerConfig) -> Runner:
             meter = TransferMeter(config.name)
             engine, facts = _make_engine(config, path, model, publisher, meter)
             opened.callback(engine.stop, ENGINE_STOP_TIMEOUT_S)
-            service = _make_service(facts, files, engine, publisher, meter, _address(bound))
-            if config.serve_peers:
-                block_bytes = engine.stats().block_bytes
-                service.peers = BlockServer(
-                    engine, namespace=engine.namespace, block_bytes=block_bytes
-                )
+            address = _address(bound)
+            service = _make_service(config, facts, files, engine, publisher, meter, address)
             opened.pop_all()
     except (ModelMissingError, AddressError, PublisherError) as error:
         raise StartError(str(error)) from error
@@ -128,6 +124,7 @@ def _address(bound: socket.socket) -> str:
 
 
 def _make_service(
+    config: RunnerConfig,
     facts: ModelFacts,
     files: TokenizerFiles,
     engine: Engine,
@@ -140,6 +137,10 @@ def _make_service(
     except Exception as error:  # the library has no narrower one
         raise StartError(f"{facts.root}: tokenizer.json cannot be read: {error}") from error
     puller = engine.puller
+    peers = None
+    if config.serve_peers:
+        block_bytes = engine.stats().block_bytes
+        peers = BlockServer(engine, namespace=engine.namespace, block_bytes=block_bytes)
     return Service(
         facts=facts,
         engine=engine,
@@ -153,8 +154,10 @@ def _make_service(
             stats=engine.stats,
             transfers=meter,
             pulls=puller.figures if puller is not None else None,
+            served=(lambda: peers) if peers is not None else None,
         ),
         publisher=publisher,
+        peers=peers,
         puller=puller,
     )
 

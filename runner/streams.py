@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from runner.detokenizer import Detokenizer
 from runner.errors import GenerationFailedError
+from runner.kv_transfer import NO_CAPS, OffloadCaps
 from runner.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-    from runner.types import EngineStats
+    from runner.types import EngineStats, HitSource
 
 
 class EngineLike(Protocol):
@@ -39,6 +40,9 @@ class EngineLike(Protocol):
 
     def stats(self) -> EngineStats:
         """Return the figures of this moment."""
+
+    def decisions(self) -> list[dict[str, object]]:
+        """Return the last decisions about loads; may wait for a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,7 @@ class Plan:
         id: Unique; the engine's request ids begin with it.
         prompts: Token ids and parameters of each prompt.
         adapter: See ``EngineRequest``, as ``salt``.
+        caps: How far its KV may travel, and where its prefix may be.
         stop: Stop strings.
     """
 
@@ -137,13 +142,14 @@ class Plan:
     prompts: Sequence[tuple[list[int], SamplingParams]]
     salt: str = ""
     adapter: str = ""
+    caps: OffloadCaps = NO_CAPS
     stop: tuple[str, ...] = ()
 
 
 class Generation:
     """All choices of one client request. Choice index = prompt index * n + sample index.
 
-    ``on_first_token(prompt_tokens, cached_tokens)`` is called once per prompt.
+    ``on_first_token(prompt_tokens, cached_tokens, hit_source)`` is called once per prompt.
 
     Use as an async context manager: leaving it aborts whatever still runs.
 
@@ -158,7 +164,7 @@ class Generation:
         engine: EngineLike,
         tokenizer: Tokenizer,
         plan: Plan,
-        on_first_token: Callable[[int, int], None],
+        on_first_token: Callable[[int, int, HitSource | None], None],
     ) -> None:
         self.usage = Usage()
         self._engine = engine
@@ -194,6 +200,9 @@ class Generation:
                         sink=self._queue.put,
                         salt=self._plan.salt,
                         adapter=self._plan.adapter,
+                        max_offload_tokens=self._plan.caps.max_offload_tokens,
+                        max_load_tokens=self._plan.caps.max_load_tokens,
+                        source=self._plan.caps.source,
                     )
                 )
         except BaseException:
@@ -267,7 +276,7 @@ class Generation:
             return
         self.usage.cached_tokens += output.cached_tokens
         if output.token_id is not None:
-            self._on_first_token(prompt_tokens, output.cached_tokens)
+            self._on_first_token(prompt_tokens, output.cached_tokens, output.hit_source)
 
 
 def _logprob(output: TokenOutput) -> TokenLogprob | None:

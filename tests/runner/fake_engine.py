@@ -33,6 +33,9 @@ class ScriptedEngine:
     def stats(self) -> EngineStats:
         return EngineStats(0, 0, 4, 4, 0, 0, 16, 100, 0, 0, 0, 0, 0, 0)
 
+    def decisions(self) -> list[dict[str, object]]:
+        return []
+
     def say(
         self,
         tokens: Sequence[int],

@@ -6,12 +6,14 @@ import pytest
 
 from runner.errors import ApiError
 from runner.fields import parse_object
+from runner.kv_transfer import check_source
 from runner.openai import (
     DEFAULT_COMPLETION_TOKENS,
     GenerationRequest,
     Surface,
     parse_generation,
 )
+from runner.tiers.types import PeerSource
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"prompt": "hi"}
@@ -137,19 +139,32 @@ def test_offload_caps_are_read_and_zero_is_not_absent() -> None:
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ({"url": "http://peer:1", "tokens": 64}, "setting `peers` allows none"),
+        ({"url": "redis://peer:1", "tokens": 64}, "http://HOST:PORT"),
         ({"tokens": 64}, "url"),
         ({"url": "http://peer:1", "tokens": -1}, "tokens"),
         ({"url": "http://peer:1"}, "tokens"),
         ("http://peer:1", "an object"),
     ],
 )
-def test_a_peer_is_refused_naming_the_setting(source: Any, complaint: str) -> None:
+def test_a_peer_that_is_none_is_refused_naming_the_member(source: Any, complaint: str) -> None:
     error = refusal("chat", CHAT | {"kv_transfer_params": {"source": source}})
 
     assert complaint in error.message
     assert error.param is not None
     assert error.param.startswith("kv_transfer_params.source")
+
+
+def test_a_peer_is_read_in_one_form_and_refused_unless_it_is_allowed() -> None:
+    source = chat(
+        kv_transfer_params={"source": {"url": "http://Peer:8101/", "tokens": 64}}
+    ).offload.source
+
+    assert source == PeerSource("http://peer:8101", 64)
+    check_source(source, ["http://peer:8101"])
+    check_source(None, [])
+    with pytest.raises(ApiError, match="does not allow; it allows http://other:1") as caught:
+        check_source(source, ["http://other:1"])
+    assert (caught.value.status, caught.value.code) == (400, "peer_not_allowed")
 
 
 def test_an_unknown_transfer_parameter_is_refused() -> None:
