@@ -149,7 +149,7 @@ def join_tiers(
     own: dict[TierName, Tier] = {
         name: tier for name, tier in tiers.by_name.items() if name != "peer"
     }
-    gain = Gain(pricing, tuple(own), DecisionLog(getattr(observer, "gained", None)))
+    gain = Gain(pricing, tuple(own), DecisionLog(observer.gained))
     finder = Finder(list(own.values()), gain)
     admission = Admission(pricing, ReuseHistory())
     loader = Loader(
@@ -239,8 +239,8 @@ class _Tiers:
                 self._announcer.removed(name, entry.record.key)
 
         pricing = self._pricing
-        saved = _Remembered(lambda depth: pricing.saved_per_block_s(name, depth))
-        books = TierBooks(num_slots, EvictionOrder(saved), evicted)
+        order = EvictionOrder(lambda depth: pricing.saved_per_block_s(name, depth))
+        books = TierBooks(num_slots, order, evicted)
         self.by_name[name] = Tier(
             name,
             self._lane(name, "read", READER_THREADS[name]),
@@ -285,30 +285,6 @@ class _Tiers:
 def _max_pinned_blocks(pool_blocks: int, step_blocks: int) -> int:
     of_step = min(step_blocks, pool_blocks // PINNED_SHARE_OF_STEP)
     return max(1, pool_blocks // PINNED_SHARE, of_step)
-
-
-class _Remembered:
-    """A slowly changing function of a depth, asked for every block of every prompt."""
-
-    # Depths of one class differ by less than what is known of the price.
-    _DEPTH_BITS = 4
-    # A step or two: prices move by a few percent meanwhile.
-    _MAX_USES = 256
-
-    def __init__(self, function: Callable[[int], float]) -> None:
-        self._function = function
-        self._values: dict[int, float] = {}
-        self._num_uses = 0
-
-    def __call__(self, depth: int) -> float:
-        self._num_uses += 1
-        if self._num_uses > self._MAX_USES:
-            self._num_uses = 0
-            self._values.clear()
-        group = depth >> self._DEPTH_BITS
-        if group not in self._values:
-            self._values[group] = self._function(depth)
-        return self._values[group]
 
 
 def _staging(block_bytes: int, allocators: tuple[Callable[[int], memoryview], ...]) -> Staging:
