@@ -75,9 +75,8 @@ class Gain:
             *self._offers(own, "", query, queued, weight),
             *self._offers(peer, url, query, queued, weight),
         ]
-        best = max(offers, key=lambda offer: offer.gain_s, default=None)
         hit_blocks = max(sum(run.num_blocks for run in runs) for runs in (own, peer))
-        decision = self._judge(best, query, weight, hit_blocks)
+        decision = self._choose(offers, query, weight, hit_blocks)
         self.log.add(decision, query.owner, now_s)
         return decision
 
@@ -185,15 +184,19 @@ class Gain:
             source,
         )
 
-    def _judge(
-        self, best: Offer | None, query: LoadQuery, weight: float, hit_blocks: int
+    def _choose(
+        self, offers: list[Offer], query: LoadQuery, weight: float, hit_blocks: int
     ) -> GainDecision:
-        reason: Reason = "refused" if hit_blocks else "nothing_found"
+        """Return the best offer that clears its bar, else the best there was."""
+        best = Offer((), 0, "", 0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
         bar_s = MIN_GAIN_S
-        if best is None:
-            best = Offer((), 0, "", 0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
-        else:
-            bar_s, reason = self._verdict(best)
+        reason: Reason = "refused" if hit_blocks else "nothing_found"
+        for place, offer in enumerate(sorted(offers, key=lambda offer: -offer.gain_s)):
+            offer_bar_s, verdict = self._judge(offer)
+            if not place or verdict == "worth":
+                best, bar_s, reason = offer, offer_bar_s, verdict
+            if verdict == "worth" or offer.gain_s <= MIN_GAIN_S:
+                break
         return GainDecision(
             id=next(self._ids),
             num_blocks=best.num_blocks if reason == "worth" else 0,
@@ -213,7 +216,7 @@ class Gain:
             reason=reason,
         )
 
-    def _verdict(self, offer: Offer) -> tuple[float, Reason]:
+    def _judge(self, offer: Offer) -> tuple[float, Reason]:
         """Return the bar and whether the offer clears it; remembers on which side it fell."""
         usual_s = _bar_s(offer.recompute_s)
         place = (offer.runs[-1].tier, offer.source)

@@ -463,6 +463,23 @@ def test_after_a_refusal_the_gain_has_to_be_twice_the_bar() -> None:
     assert at(0.86).reason == "worth"
 
 
+def test_what_is_not_sure_of_itself_does_not_spoil_what_lies_before_it() -> None:
+    lab = Lab(TOKEN_S, {"cpu": Speed(20e9), "disk": Speed(1.0)})
+    block_s = BLOCK_TOKENS * TOKEN_S
+    lab.speeds["disk"] = Speed(BLOCK_BYTES / (0.95 * block_s))
+    for _ in range(30):
+        lab.transfer("cpu", 16)
+        lab.transfer("disk", 64)
+    assert lab.decide(Run("disk", 64)).reason == "too_little"
+    lab.speeds["disk"] = Speed(BLOCK_BYTES / (0.87 * block_s))
+    for _ in range(60):
+        lab.transfer("disk", 64)
+
+    decision = lab.decide(Run("cpu", 2), Run("disk", 64))
+
+    assert decision.runs == (Run("cpu", 2),)
+
+
 def test_a_hit_too_short_to_matter_does_not_make_longer_ones_harder() -> None:
     lab = Lab(TOKEN_S, {"disk": Speed(BLOCK_BYTES / (0.86 * BLOCK_TOKENS * TOKEN_S))})
     for _ in range(20):
