@@ -24,6 +24,7 @@ from gateway.warm.items import Item
 from gateway.warm.placement import Placer
 from gateway.warm.plan import make_plan
 from gateway.warm.shareable import Shareable
+from gateway.warm.warmed import Warmed
 from gateway.worth.account import WorthAccount
 from gateway.worth.group import Group, Use
 from prefix_index.blocks import root_hash
@@ -90,7 +91,7 @@ async def measure(num_documents: int, num_workers: int, rounds: int) -> None:
     rng = Random(5)
     fleet = make_fleet(num_workers)
     found = make_items(fleet, num_documents, rng)
-    placer = Placer(fleet, make_account(fleet, rng))
+    placer = Placer(fleet, make_account(fleet, rng), Warmed())
     pool = fleet.pools[0]
     for worker in pool.workers.values():
         worker.upstream = None  # nobody to ask for its context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from typing import TYPE_CHECKING
 
 from gateway.fleet.adapters import cards, fetch_models
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     from gateway.fleet.fleet import Fleet
     from gateway.routing.pool import Pool, Worker
     from gateway.warm.shareable import Shareable
+    from gateway.warm.warmed import Warmed
     from gateway.worth.account import WorthAccount
+    from prefix_index.blocks import BlockHash
     from prefix_index.index import Hit
 
 # Workers along the ring that are tried before the emptiest: a home that is full, and one that is
@@ -29,12 +32,14 @@ class Placer:
 
     Args:
         fleet: Knows the workers' figures.
-        account: Says what is reused how often; None = nothing is known.
+        account: Says what is reused how often.
+        warmed: What earlier runs put there, which is not to be pushed out by later ones.
     """
 
-    def __init__(self, fleet: Fleet, account: WorthAccount | None) -> None:
+    def __init__(self, fleet: Fleet, account: WorthAccount, warmed: Warmed) -> None:
         self._fleet = fleet
         self._account = account
+        self._warmed = warmed
         # Worker id -> its epoch and its context, asked once per process of the worker.
         self._contexts: dict[str, tuple[float | None, int]] = {}
 
@@ -79,7 +84,7 @@ class Placer:
 
     def _wanted(self, found: Shareable) -> Wanted:
         item, pool = found.item, found.pool
-        group = None if self._account is None else self._account.document(pool.name, found.ring_key)
+        group = self._account.document(pool.name, found.ring_key)
         size = min(len(pool.workers), max(item.copies, pool.set_size) + SPILL)
         return Wanted(
             item.id,
@@ -124,15 +129,24 @@ class Placer:
         too little.
         """
         found: dict[str, list[tuple[float, int]]] = {}
-        if pool.index is None or self._account is None:
+        index = pool.index
+        if index is None:
             return found
-        for name, _, group in self._account.hot():
-            if name != pool.name or group.shared_end is None:
-                continue
+
+        def add(end: BlockHash, reuses: float, tokens: int) -> None:
             # A block is visible only where all before it is: one look-up tells who has it.
-            for worker in pool.index.match([group.shared_end]):
-                if pool.index.holds(worker, group.shared_end, "gpu"):
-                    found.setdefault(worker, []).append((group.reuses, group.shared_end_tokens))
+            for worker in index.match([end]):
+                if index.holds(worker, end, "gpu"):
+                    found.setdefault(worker, []).append((reuses, tokens))
+
+        hot = set()
+        for name, ring_key, group in self._account.hot():
+            if name == pool.name and group.shared_end is not None:
+                hot.add(ring_key)
+                add(group.shared_end, group.reuses, group.shared_end_tokens)
+        for prefix in self._warmed:
+            if prefix.pool == pool.name and (prefix.is_pinned or prefix.ring_key not in hot):
+                add(prefix.end, inf if prefix.is_pinned else UNKNOWN_REUSES, prefix.num_tokens)
         return found
 
     def _bytes_per_token(self, pool: Pool, worker: Worker) -> float | None:

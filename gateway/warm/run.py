@@ -8,20 +8,20 @@ is not computed again.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import structlog
 
 from gateway.warm.items import Refused
 from gateway.warm.manners import Manners
 from gateway.warm.placement import held_by
 from gateway.warm.sending import SendError, Sent
+from gateway.warm.standing import Standing, plan_event
 from gateway.warm.verify import Proof, prove
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Awaitable, Callable, Collection, Sequence
 
     from gateway.fleet.fleet import Fleet
@@ -30,14 +30,12 @@ if TYPE_CHECKING:
     from gateway.warm.items import Item, Order
     from gateway.warm.metrics import WarmCounts
     from gateway.warm.placement import Placer
-    from gateway.warm.plan import Placement
     from gateway.warm.sending import Sender
     from gateway.warm.shareable import Finder, Shareable
+    from gateway.warm.standing import Job
     from gateway.warm.warmed import Warmed
 
     Emit = Callable[[dict[str, Any]], Awaitable[None]]
-
-Copy = Literal["waiting", "warm", "failed", "skipped"]
 
 log = structlog.get_logger("warmlane")
 
@@ -58,55 +56,6 @@ class Parts:
     on_warm: Callable[[Shareable], None]
 
 
-@dataclass(slots=True)
-class Result:
-    """Where one item stands: what became of each of its copies.
-
-    Attributes:
-        copies: By position among the item's placements.
-        reason: Why it is not warm, as far as it is not.
-    """
-
-    copies: list[Copy] = field(default_factory=list)
-    reason: str = ""
-
-    @property
-    def state(self) -> str:
-        """Return warm, partial, failed or waiting."""
-        num_warm = self.copies.count("warm")
-        if num_warm == len(self.copies) and num_warm:
-            return "warm"
-        if "waiting" in self.copies:
-            return "waiting"
-        return "partial" if num_warm else "failed"
-
-
-@dataclass(slots=True)
-class _Job:
-    """One copy to send or to prove."""
-
-    found: Shareable
-    placement: Placement
-    position: int
-    state: str = "planned"
-    reason: str = ""
-    cached_tokens: int | None = None
-    computed_tokens: int = 0
-    is_warm: bool = False
-
-    def row(self) -> dict[str, Any]:
-        """Return where it stands, as plain values."""
-        return {
-            "id": self.placement.id,
-            "worker": self.placement.worker,
-            "state": self.state,
-            "tokens": self.placement.tokens,
-            "cached_tokens": self.cached_tokens,
-            "computed_tokens": self.computed_tokens,
-            "reason": self.reason,
-        }
-
-
 class Run:
     """One run; event loop only.
 
@@ -119,12 +68,10 @@ class Run:
         found: What is to be warmed beside the order's items, read already.
 
     Attributes:
-        results: Item id -> where it stands.
+        standing: Where its copies stand.
         is_over: Whether it has ended.
         is_stopped: Whether it was told to stop.
         has_failed: Whether something in the gateway ended it.
-        computed_tokens: Tokens computed so far.
-        cached_tokens: Tokens that were there already.
     """
 
     def __init__(
@@ -138,23 +85,18 @@ class Run:
         found: Sequence[Shareable] = (),
     ) -> None:
         self.run_id = run_id
-        self.results: dict[str, Result] = {}
+        self.standing = Standing(order.refused)
         self.is_over = False
         self.is_stopped = False
         self.has_failed = False
-        self.computed_tokens = self.cached_tokens = 0
         self.began_s = parts.clock()
         self.began_unix_s = parts.clock_unix()
         self.elapsed_s = 0.0
-        self.refused = dict(order.refused)
         self._parts = parts
         self._order = order
         self._emit = emit
         self._only = only
         self._found = found
-        self._served: list[_Job] = []
-        self._copies: list[_Job] = []
-        self._rows: list[dict[str, Any]] = []
 
     def stop(self) -> None:
         """Send nothing more; what is in flight finishes."""
@@ -170,9 +112,9 @@ class Run:
                 only=self._only,
                 now_s=self._parts.clock(),
             )
-            jobs = self._jobs(found, placements)
-            await self._emit(self._plan_event(placements))
-            for name, reason in self.refused.items():
+            jobs = self.standing.place(found, placements)
+            await self._emit(plan_event(self.run_id, placements, self.standing.refused))
+            for name, reason in self.standing.refused.items():
                 await self._emit(_failed(name, None, reason))
             if not self._order.dry_run or self._order.verify:
                 await self._serve_all(jobs)
@@ -184,29 +126,17 @@ class Run:
         finally:
             self.is_over = True
             self.elapsed_s = self._parts.clock() - self.began_s
-            self._let_go()
+            # None of its prompts is kept.
+            self.standing.let_go()
+            self._order, self._found = replace(self._order, items=()), ()
         await self._emit(self.summary() | {"event": "end"})
-
-    def _let_go(self) -> None:
-        """Keep what is told of a run that is over, and none of its prompts."""
-        self._rows = [job.row() for job in self._copies]
-        self._order = replace(self._order, items=())
-        self._copies, self._served, self._found = [], [], ()
 
     def summary(self) -> dict[str, Any]:
         """Return the run in numbers, as plain values."""
-        states = [result.state for result in self.results.values()]
         elapsed_s = self.elapsed_s if self.is_over else self._parts.clock() - self.began_s
         return {
             "run_id": self.run_id,
-            "warm": states.count("warm"),
-            "partial": states.count("partial"),
-            "failed": states.count("failed") + len(self.refused),
-            "waiting": states.count("waiting"),
-            "refused": len(self.refused),
-            "items": len(states) + len(self.refused),
-            "computed_tokens": self.computed_tokens,
-            "cached_tokens": self.cached_tokens,
+            **self.standing.numbers(),
             "elapsed_s": round(elapsed_s, 3),
             "stopped": self.is_stopped,
             "dry_run": self._order.dry_run,
@@ -219,17 +149,11 @@ class Run:
             name = "failed" if self.has_failed else "stopped" if self.is_stopped else "done"
         elif self.is_stopped:
             name = "stopping"
-        documents = self._rows if self.is_over else [job.row() for job in self._copies]
-        refused = [
-            {"id": name, "worker": None, "state": "failed", "tokens": None, "cached_tokens": None,
-             "computed_tokens": 0, "reason": reason}
-            for name, reason in self.refused.items()
-        ]  # fmt: skip
         return self.summary() | {
             "state": name,
             "model": self._order.model or None,
             "started_at": self.began_unix_s,
-            "documents": [*documents, *refused],
+            "documents": self.standing.rows(),
         }
 
     async def _find(self, items: Sequence[Item]) -> dict[str, Shareable]:
@@ -248,44 +172,10 @@ class Run:
         return found
 
     def _refuse(self, name: str, reason: str) -> None:
-        self.refused[name] = reason
+        self.standing.refused[name] = reason
         self._parts.counts.failed[""] += 1
 
-    def _jobs(
-        self, found: dict[str, Shareable], placements: Sequence[Placement]
-    ) -> dict[str, deque[_Job]]:
-        """Return worker id -> what is to be sent or proven there, in order."""
-        jobs: dict[str, deque[_Job]] = {}
-        for placement in placements:
-            result = self.results.setdefault(placement.id, Result())
-            result.copies.append("waiting")
-            job = _Job(found[placement.id], placement, len(result.copies) - 1)
-            self._copies.append(job)
-            if placement.worker is not None and placement.action in ("warm", "skip_held"):
-                jobs.setdefault(placement.worker, deque()).append(job)
-            else:
-                self._judge(job, "skipped", placement.reason)
-        return jobs
-
-    def _plan_event(self, placements: Sequence[Placement]) -> dict[str, Any]:
-        actions = [placement.action for placement in placements]
-        warm = [placement for placement in placements if placement.action == "warm"]
-        seconds = [placement.seconds for placement in warm]
-        return {
-            "event": "plan",
-            "run_id": self.run_id,
-            "placements": [msgspec.to_builtins(placement) for placement in placements],
-            "refused": [{"id": name, "reason": reason} for name, reason in self.refused.items()],
-            "totals": {
-                "placements": len(placements),
-                "refused": len(self.refused),
-                **{action: actions.count(action) for action in dict.fromkeys(actions)},
-                "tokens": sum(placement.tokens for placement in warm),
-                "seconds": None if None in seconds else sum(s for s in seconds if s is not None),
-            },
-        }
-
-    async def _serve_all(self, jobs: dict[str, deque[_Job]]) -> None:
+    async def _serve_all(self, jobs: dict[str, deque[Job]]) -> None:
         tasks = []
         for worker_id, queue in jobs.items():
             pool = queue[0].found.pool
@@ -308,7 +198,7 @@ class Run:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    async def _serve(self, pool: Pool, worker: Worker, queue: deque[_Job]) -> None:
+    async def _serve(self, pool: Pool, worker: Worker, queue: deque[Job]) -> None:
         parts, order = self._parts, self._order
         manners = Manners(
             parts.dispatcher, parts.fleet, parts.sender, pool, worker, order.max_share, parts.clock
@@ -327,7 +217,7 @@ class Run:
                 log.error("warm_item_failed", error=repr(error), exc_info=error)
                 await self._fail(job, worker.id, f"{type(error).__name__} in the gateway")
 
-    async def _warm(self, job: _Job, worker: Worker, manners: Manners) -> None:
+    async def _warm(self, job: Job, worker: Worker, manners: Manners) -> None:
         """Send one item in pieces, and prove it."""
         computed = 0
         if self._order.dry_run and job.placement.action == "warm":
@@ -351,7 +241,7 @@ class Run:
             self._count(worker.id, proof.sent, is_probe=True)
             computed += proof.computed_tokens
             job.is_warm = proof.is_warm
-            self._judge(job, "warm" if proof.is_warm else "failed", proof.reason)
+            self.standing.judge(job, "warm" if proof.is_warm else "failed", proof.reason)
             job.state = "warm" if proof.is_warm else "cold"
             job.cached_tokens, job.computed_tokens = proof.cached_tokens, computed
             if not proof.is_warm:
@@ -359,23 +249,23 @@ class Run:
             await self._emit(proof.event(job.found.item.id, worker.id))
         else:
             job.is_warm = True
-            self._judge(job, "warm", "")
+            self.standing.judge(job, "warm", "")
         if job.is_warm:
-            self._served.append(job)
+            self.standing.served.append(job)
             self._parts.warmed.add(job.found, worker.id, computed)
             self._parts.on_warm(job.found)
 
-    async def _say_cold(self, job: _Job, worker: Worker) -> None:
+    async def _say_cold(self, job: Job, worker: Worker) -> None:
         """Tell of a copy that is not there, without a probe: that would compute it."""
         proof = Proof(job.placement.tokens)
         held = held_by(job.found.pool, job.found).get(worker.id)
         proof.held_tokens = 0 if held is None else held.tokens
-        self._judge(job, "failed", "not held")
+        self.standing.judge(job, "failed", "not held")
         job.state = "cold"
         event = proof.event(job.found.item.id, worker.id)
         await self._emit(event | {"cached_tokens": 0, "reason": "not held"})
 
-    async def _send(self, job: _Job, worker: Worker, manners: Manners) -> int:
+    async def _send(self, job: Job, worker: Worker, manners: Manners) -> int:
         """Send one item; return the tokens computed for it, or -1 if the run was stopped."""
         sender, found, tokens = self._parts.sender, job.found, job.placement.tokens
         name = found.item.id
@@ -404,7 +294,7 @@ class Run:
 
     async def _look_again(self) -> None:
         """Take back what was pushed out by what came after it."""
-        for job in self._served:
+        for job in self.standing.served:
             pool, worker_id = job.found.pool, job.placement.worker
             worker = None if worker_id is None else pool.workers.get(worker_id)
             if worker is None or worker.mode != "exact":
@@ -413,7 +303,7 @@ class Run:
             tokens = 0 if held is None else held.tokens
             if tokens < job.placement.tokens:
                 reason = "it was evicted by what came after it"
-                self._judge(job, "failed", reason)
+                self.standing.judge(job, "failed", reason)
                 await self._emit(
                     {
                         "event": "verified",
@@ -431,31 +321,25 @@ class Run:
     def _is_stopping(self) -> bool:
         return self.is_stopped
 
-    def _judge(self, job: _Job, copy: Copy, reason: str) -> None:
-        job.state, job.reason = copy, reason
-        result = self.results[job.found.item.id]
-        result.copies[job.position] = copy
-        result.reason = reason or result.reason
-
     def _count(self, worker_id: str, sent: Sequence[Sent], *, is_probe: bool = False) -> None:
         """Add up what requests computed and found; a probe finds what was warmed just before."""
         counts = self._parts.counts
         for one in sent:
             if is_probe and one.cached_tokens is None:
                 continue
-            self.computed_tokens += one.computed_tokens
+            self.standing.computed_tokens += one.computed_tokens
             counts.computed_tokens[worker_id] += one.computed_tokens
             if not is_probe:
-                self.cached_tokens += one.cached_tokens or 0
+                self.standing.cached_tokens += one.cached_tokens or 0
                 counts.cached_tokens[worker_id] += one.cached_tokens or 0
 
-    async def _give_up(self, queue: deque[_Job], reason: str) -> None:
+    async def _give_up(self, queue: deque[Job], reason: str) -> None:
         while queue:
             job = queue.popleft()
             await self._fail(job, job.placement.worker, reason)
 
-    async def _fail(self, job: _Job, worker_id: str | None, reason: str) -> None:
-        self._judge(job, "failed", reason)
+    async def _fail(self, job: Job, worker_id: str | None, reason: str) -> None:
+        self.standing.judge(job, "failed", reason)
         self._parts.counts.failed[worker_id or ""] += 1
         await self._emit(_failed(job.found.item.id, worker_id, reason))
 

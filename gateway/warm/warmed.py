@@ -39,6 +39,7 @@ class Prefix:
         num_tokens: Likewise.
         end: Its last block.
         place: The block under which it is looked for.
+        is_pinned: Whether nothing of warm-up may push it out.
         workers: Where it was warmed.
         hit_tokens: Tokens of clients' prompts found in it there.
         computed_tokens: Tokens computed for it.
@@ -52,6 +53,7 @@ class Prefix:
     num_tokens: int
     end: BlockHash
     place: BlockHash
+    is_pinned: bool = False
     workers: set[str] = field(default_factory=set)
     hit_tokens: int = 0
     computed_tokens: int = 0
@@ -88,6 +90,7 @@ class Warmed:
             self._prefixes[key] = prefix
             self._places[place] = [prefix, *self._places.get(place, ())][:MAX_SIBLINGS]
         self._prefixes.move_to_end(key)
+        prefix.is_pinned = found.item.pin
         prefix.workers.add(worker)
         prefix.computed_tokens += computed_tokens
         if len(self._prefixes) > MAX_PREFIXES:

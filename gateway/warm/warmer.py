@@ -92,7 +92,7 @@ class Warmer:
             dispatcher,
             fleet,
             Finder(dispatcher, rewriters),
-            Placer(fleet, account),
+            Placer(fleet, account, self.warmed),
             Sender(dispatcher, limits, clock, on_finish),
             self.counts,
             self.warmed,

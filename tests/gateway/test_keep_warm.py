@@ -120,8 +120,8 @@ async def test_the_budget_bounds_what_is_filled(tmp_path: Path) -> None:
         await restart(gateway, engine)
         await poll_until(lambda: done(gateway), what="it is filled")
         run = gateway.gateway.warmer.keeper.runs["w0"][1]
-        assert set(run.results) == {"chat/document:d3", "chat/document:d1"}
-        assert run.computed_tokens <= 2200
+        assert set(run.standing.results) == {"chat/document:d3", "chat/document:d1"}
+        assert run.standing.computed_tokens <= 2200
 
 
 async def test_a_worker_starts_slowly_while_it_is_filled(tmp_path: Path) -> None:
@@ -152,7 +152,9 @@ async def test_a_worker_starts_slowly_while_it_is_filled(tmp_path: Path) -> None
             whys |= {c["reason"] for c in told["candidates"] if c["worker"] == first}
         assert "warming" in whys
         gate.set()
-        await poll_until(lambda: pool.workers[first].slow_start is None, what="its full share")
+        await poll_until(
+            lambda: pool.workers[first].slow_start is None, deadline_s=60.0, what="its full share"
+        )
 
 
 async def test_a_worker_that_dies_while_it_is_filled_is_given_up(tmp_path: Path) -> None:

@@ -549,3 +549,15 @@ async def test_what_was_pushed_out_by_what_came_after_it_is_not_called_warm(
         evicted = [v for v in of(events, "verified") if "evicted" in v["reason"]]
         assert [v["id"] for v in evicted] == ["d0", "d1"]
         assert (end(events)["warm"], end(events)["failed"]) == (2, 2)
+
+
+async def test_a_later_run_does_not_push_out_what_an_earlier_one_put_there(
+    tmp_path: Path,
+) -> None:
+    # Room for one document.
+    async with warming_over(tmp_path, Caching(capacity_tokens=1600)) as (gateway, _):
+        assert end(await gateway.warm([item("first")]))["warm"] == 1
+        events = await gateway.warm([item("second")])
+        assert events[0]["placements"][0]["action"] == "skip_worth"
+        assert end(events)["failed"] == 1
+        assert end(await gateway.warm([item("pinned", pin=True)]))["warm"] == 1
