@@ -8,6 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from runner.tiers.types import TierName
 
+# A load is given up when it takes this many times what nine of ten take at most, but not before
+# this share of what computing instead would cost: that is the price of giving up too early.
+_PATIENCE_FACTOR = 3.0
+_PATIENCE_SHARE = 0.25
+
+# Time a thread may wait for its turn on a busy machine.
+_PATIENCE_SLACK_S = 0.02
+
 Reason = Literal["worth", "too_little", "close_call", "refused", "nothing_found"]
 """Why: it pays; it does not; it would, by less than what changing one's mind takes; whoever has
 the next block has lost too often; nobody has it."""
@@ -67,6 +75,12 @@ class GainDecision:
         if not self.num_blocks:
             return 0.0
         return self.delivered * self.recompute_s - self.restore_s - self.management_s
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds to wait for the load before computing what it has not brought."""
+        longest_s = _PATIENCE_FACTOR * self.restore_p90_s
+        return max(longest_s, _PATIENCE_SHARE * self.recompute_s) + _PATIENCE_SLACK_S
 
     def explain(self) -> dict[str, Any]:
         """Return everything as JSON can hold it; seconds end in ``_s``."""

@@ -250,6 +250,18 @@ def test_a_short_slow_run_is_crossed_for_a_long_quick_one_behind_it() -> None:
     assert decision.num_blocks == 202
 
 
+def test_a_load_that_saves_much_is_given_time_and_one_that_saves_little_is_not() -> None:
+    lab = Lab(1e-3, {"cpu": QUICK, "disk": Speed(1e9)})
+    for _ in range(20):
+        lab.transfer("cpu", 16)
+        lab.transfer("disk", 16)
+
+    quick, slow = lab.decide(Run("cpu", 64)), lab.decide(Run("disk", 64))
+
+    assert quick.patience_s == pytest.approx(quick.recompute_s / 4, abs=0.03)
+    assert slow.patience_s == pytest.approx(3 * slow.restore_s, rel=0.1)
+
+
 def test_tiers_are_read_beside_one_another() -> None:
     lab = Lab(1e-3, {"cpu": Speed(2e9), "disk": Speed(1e9)})
     for _ in range(20):
