@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gateway.warm.merge import merge_documents, merge_purges
 from tests.gateway.test_keep_warm import CHARS, KEEP, use
 from tests.gateway.warm_parts import Caching, Warming, end, item, text_of, warming_over
 
@@ -108,3 +109,36 @@ async def test_a_purge_of_nothing_in_particular_is_an_error(tmp_path: Path, body
         status, found = await gateway.post("/admin/v1/purge", body)
         assert status == 400
         assert "xpected" in found["error"]["message"]
+
+
+def test_what_processes_count_adds_up_and_what_they_share_does_not() -> None:
+    row = {
+        "pool": "chat", "tenant": "", "document": "d", "requests": 1.0, "reuses": 1.0,
+        "hit_tokens": 512, "lost_tokens": 0, "value_s": 0.5, "stored": False, "pinned": False,
+        "copies": [{"worker": "w0", "tiers": ["gpu"]}],
+    }  # fmt: skip
+    warmed = {"pool": "chat", "tenant": "", "id": "a", "tokens": 512, "warmed_on": ["w0"],
+              "copies": [], "computed_tokens": 512, "hit_tokens": 0}  # fmt: skip
+    tenant = {"tenant": "", "documents": 1, "hit_tokens": 512, "value_s": 0.5, "stored": 1,
+              "stored_bytes": 9}  # fmt: skip
+    total = {"documents": 1, "warmed": 1, "stored": 1, "stored_bytes": 9}
+    one = {"documents": [row], "warmed": [warmed], "tenants": [tenant], "total": total}
+    two = one | {
+        "documents": [row | {"stored": True}],
+        "warmed": [warmed | {"warmed_on": ["w1"]}],
+    }
+    merged = merge_documents([one, two])
+    (found,) = merged["documents"]
+    assert (found["hit_tokens"], found["stored"], len(found["copies"])) == (1024, True, 1)
+    assert merged["warmed"][0]["warmed_on"] == ["w0", "w1"]
+    assert merged["tenants"][0]["stored_bytes"] == merged["total"]["stored_bytes"] == 18
+    held = {"pool": "chat", "worker": "w0", "prefixes": 1, "tokens": 512}
+    answers = [
+        {"removed": {"worth_rows": 1}, "still_held": [held], "note": "n"},
+        {"removed": {"worth_rows": 2}, "still_held": [held | {"tokens": 9}], "note": "n"},
+    ]
+    assert merge_purges(answers) == {
+        "removed": {"worth_rows": 3},
+        "still_held": [held],
+        "note": "n",
+    }
