@@ -11,6 +11,8 @@ import random
 import sys
 from pathlib import Path
 
+import structlog
+
 from tests.runner.segment_parts import fill, open_store, until
 
 NUM_BLOCKS = 400
@@ -30,6 +32,8 @@ def write_until_killed(root: Path, rng: random.Random) -> None:
 
 
 def main(root: Path) -> None:
+    # Standard output is for whoever kills.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     for line in sys.stdin:
         pid = os.fork()
         if not pid:

@@ -35,6 +35,7 @@ class Writers:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
 
     def write_and_kill(self, seed: int, after_s: float) -> None:
@@ -49,6 +50,7 @@ class Writers:
         assert starter.stdout.readline() == "gone\n"
 
     def close(self) -> None:
+        os.killpg(self._starter.pid, signal.SIGKILL)
         self._starter.communicate()
 
 

@@ -130,6 +130,10 @@ def test_a_damaged_entry_costs_one_block(root: Path, offset: int) -> None:
     assert store.stats().damaged_entries_total == 1
     assert read(store, recovered) == ("done", 31)
     store.close()
+
+    store, _ = open_store(root)
+    assert store.stats().damaged_entries_total == 0
+    store.close()
     assert check_goes_on(root) == 31
 
 

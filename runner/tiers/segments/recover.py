@@ -117,7 +117,8 @@ class Recovery:
 def scan(segments: list[Segment], layout: SegmentLayout, tally: Tally) -> tuple[list[Place], int]:
     """Return the newest copy of every block in some segments, and the next sequence.
 
-    Older copies are freed. Slots are numbered as an arena of these segments numbers them.
+    Older copies and damaged entries are freed. Slots are numbered as an arena of these segments
+    numbers them.
     """
     newest: dict[KvKey, tuple[Entry, int]] = {}
     next_sequence = 1
@@ -126,16 +127,16 @@ def scan(segments: list[Segment], layout: SegmentLayout, tally: Tally) -> tuple[
     first_slot = 0
     for segment in segments:
         for index, raw in enumerate(segment.entries(0, segment.num_slots)):
+            slot = first_slot + index
             try:
                 entry = layout.parse_entry(raw)
             except EntryError:
                 num_damaged += 1
-                segment.put_mirror(index, [layout.free_entry])
+                _free(arena, slot, layout)
                 continue
             if entry is None:
                 continue
             next_sequence = max(next_sequence, entry.sequence + 1)
-            slot = first_slot + index
             older = newest.get(entry.record.key)
             if older is not None and older[0].sequence > entry.sequence:
                 _free(arena, slot, layout)
