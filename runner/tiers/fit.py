@@ -1,8 +1,9 @@
 """A duration as a non-negative sum of features, learned while it is used.
 
 Recursive least squares with forgetting, in information form: only sums are kept, and solving them
-is put off until somebody asks. What is minimised is the relative error, so that short and long
-durations teach alike, and one that was k times too slow (the machine was busy) weighs 1/k^2.
+is put off until somebody asks. What is minimised is the error relative to the geometric mean of
+what was seen and expected: short and long durations teach alike, one that was k times too slow
+(the machine was busy) weighs 1/k, and the fit follows the harmonic mean.
 
 Source: L. Ljung, System Identification (1999), 11.2; coordinate descent for non-negative least
 squares: Franc, Hlavac, Navara (2005).
@@ -25,6 +26,9 @@ _MIN_BELIEF = 0.01
 
 # A clock that ticked late must not become the truth: small durations weigh most.
 _MAX_SPEEDUP = 8.0
+
+# Nor may one that was far off at first, or for once, weigh like a hundred.
+_MAX_SURPRISE = 64.0
 
 # Shorter than any step or transfer; keeps the division by a duration finite.
 _MIN_ELAPSED_S = 1e-6
@@ -77,11 +81,18 @@ class RelativeFit:
         """Learn from one duration; what cannot be one (negative, not finite) is ignored."""
         if not 0 <= elapsed_s <= _MAX_ELAPSED_S:
             return
-        floor_s = self._value(features) / _MAX_SPEEDUP if self.count else 0.0
-        shares = [feature / max(elapsed_s, floor_s, _MIN_ELAPSED_S) for feature in features]
+        elapsed_s = max(elapsed_s, _MIN_ELAPSED_S)
+        expected_s = elapsed_s
+        if self.count:
+            value_s = self._value(features)
+            elapsed_s = max(elapsed_s, value_s / _MAX_SPEEDUP)
+            expected_s = min(max(value_s, elapsed_s / _MAX_SURPRISE), elapsed_s * _MAX_SPEEDUP)
+        scale_s = math.sqrt(elapsed_s * expected_s)
+        ratio = elapsed_s / scale_s
+        shares = [feature / scale_s for feature in features]
         sums, products = self._sums[group], self._products[group]
         for row, share in enumerate(shares):
-            sums[row] = sums[row] * self._decay + share
+            sums[row] = sums[row] * self._decay + share * ratio
             line = products[row]
             for column, other in enumerate(shares):
                 line[column] = line[column] * self._decay + share * other
