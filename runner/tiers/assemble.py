@@ -172,9 +172,12 @@ def join_tiers(
         admission,
         gain,
         past,
+        find_block=pool.block_of,
         host=stores.host,
         staging=staging,
         max_pinned_blocks=_max_pinned_blocks(pool.num_blocks, chunk_tokens // pool.block_size),
+        # What is not in the pool any more could not be stored anyway.
+        max_waiting_blocks=pool.num_blocks,
         is_reading=loader.is_reading,
         observer=observer,
         clock=clock,

@@ -141,7 +141,7 @@ class TierManager:
                         "tier %s: %s forgot a pin (%s)", tier.name, lease.owner, lease.reason
                     )
         done = self._loader.poll(now_s)
-        self._storer.flush()
+        self._storer.flush(now_s)
         self._parts.probes.start_due(now_s)
         return done
 
@@ -232,7 +232,7 @@ class TierManager:
             if tier.index is not None:
                 tier.index.clear()
         self._parts.past.clear()
-        self._storer.flush()
+        self._storer.flush(self._parts.clock())
 
     def close(self) -> None:
         """Write what is staged, as far as that is quick, then end the threads and the stores."""
@@ -245,7 +245,7 @@ class TierManager:
         while (self._storer.num_open or self._loader.num_open) and clock() < drained_s:
             self._parts.acks.settle_all()
             self._loader.poll(clock())
-            self._storer.flush()
+            self._storer.flush(clock())
             self._parts.sleep(_DRAIN_STEP_S)
         self._storer.void_all()
         joined_s = clock() + JOIN_S

@@ -63,9 +63,11 @@ class Storer:
         gain: Gain,
         past: Past,
         *,
+        find_block: Callable[[KvKey, bytes], int | None],
         host: HostStore | None,
         staging: Staging | None,
         max_pinned_blocks: int,
+        max_waiting_blocks: int,
         is_reading: Callable[[Tier], bool],
         observer: TransferObserver,
         clock: Callable[[], float],
@@ -82,6 +84,10 @@ class Storer:
         self._host = host
         self._staging = staging
         self._max_pinned_blocks = max_pinned_blocks
+        self._max_waiting = max_waiting_blocks
+        self._find_block = find_block
+        # Offered, and neither pinned nor reserved anywhere: looked up again when their turn comes.
+        self._waiting: deque[Committed] = deque()
         self._is_reading = is_reading
         self._observer = observer
         self._clock = clock
@@ -95,27 +101,21 @@ class Storer:
 
     @property
     def num_open(self) -> int:
-        """Blocks being stored."""
-        return len(self._under_way)
+        """Blocks being stored, or waiting for their turn."""
+        return len(self._under_way) + len(self._waiting)
 
     def offer(self, blocks: Sequence[Committed], now_s: float) -> None:
         """Begin to store what is worth it; see ``Tiers.offer``."""
-        to_copy: list[Outgoing] = []
-        for block in blocks:
-            item = Outgoing(block.record, block.chain, block.block)
-            if block.can_store and self._admit(item, now_s):
-                self._under_way[item] = None
-                if item.is_copied:
-                    self._send(item)
-                else:
-                    to_copy.append(item)
-        for start in range(0, len(to_copy), MAX_BATCH_BLOCKS):
-            self._copy(to_copy[start : start + MAX_BATCH_BLOCKS], now_s)
-        self.flush()
+        self._waiting += (block for block in blocks if block.can_store)
+        while len(self._waiting) > self._max_waiting:
+            self._drop(self._waiting.popleft().record, now_s)
+        self.flush(now_s)
 
-    def flush(self) -> None:
-        """Hand the writers what waits for them, after what their stores have to forget."""
+    def flush(self, now_s: float) -> None:
+        """Begin with what waited for pins, and hand the writers what waits for them."""
+        self._begin(now_s)
         for tier in self._tiers.values():
+            # Before any write into the slots that are to be forgotten.
             self._invalidate(tier)
             outbox = self._outbox[tier.name]
             # Loads have the medium for themselves as long as what waits has room to wait.
@@ -127,8 +127,36 @@ class Storer:
 
     def void_all(self) -> None:
         """Let nothing that is under way be found when it has arrived."""
+        self._waiting.clear()
         for item in self._under_way:
             item.is_void = True
+
+    def _begin(self, now_s: float) -> None:
+        """Take up offered blocks, as many as may be pinned at a time."""
+        to_copy: list[Outgoing] = []
+        while self._waiting and self._num_pinned < self._max_pinned_blocks:
+            offered = self._waiting.popleft()
+            record = offered.record
+            block = self._find_block(record.key, record.tokens)
+            if block is None:
+                self._drop(record, now_s)
+                continue
+            item = Outgoing(record, offered.chain, block)
+            if not self._admit(item, now_s):
+                continue
+            self._under_way[item] = None
+            if item.is_copied:
+                self._send(item)
+            else:
+                to_copy.append(item)
+        for start in range(0, len(to_copy), MAX_BATCH_BLOCKS):
+            self._copy(to_copy[start : start + MAX_BATCH_BLOCKS], now_s)
+
+    def _drop(self, record: BlockRecord, now_s: float) -> None:
+        """Count a block that has waited in vain, on every tier that lacks it."""
+        for tier in self._tiers.values():
+            if not self._is_known(tier, record, now_s):
+                tier.counters.dropped += 1
 
     def _admit(self, item: Outgoing, now_s: float) -> bool:
         """Reserve a place on every tier that should have the block; False if none should."""
@@ -149,17 +177,18 @@ class Storer:
 
     def _is_wanted(self, tier: Tier, record: BlockRecord, now_s: float) -> bool:
         """Whether a tier lacks a block, works, and the block is worth its room there."""
-        key = record.key
-        if tier.books is not None:
-            is_known = tier.books.knows(key)
-        else:
-            is_known = key in self._sending or tier.holds(key, record.tokens, now_s)
-        if is_known or tier.is_write_paused(now_s):
+        if self._is_known(tier, record, now_s) or tier.is_write_paused(now_s):
             return False
-        touches = self._past.touches(key)
+        touches = self._past.touches(record.key)
         return self._admission.worth_storing(
             tier.name, record, touches, tier.fullness, tier.storing_bytes, now_s
         )
+
+    def _is_known(self, tier: Tier, record: BlockRecord, now_s: float) -> bool:
+        """Whether a tier has a block, or soon will."""
+        if tier.books is not None:
+            return tier.books.knows(record.key)
+        return record.key in self._sending or tier.holds(record.key, record.tokens, now_s)
 
     def _reserve(self, tier: Tier, item: Outgoing) -> bool:
         """Reserve a block's place on a tier; False if there is no room, there or on the way."""
@@ -183,7 +212,7 @@ class Storer:
             item.source = self._host.view(held.slot)
             item.is_copied = True
             return True
-        if self._num_pinned >= self._max_pinned_blocks or self._copying.is_paused(now_s):
+        if self._copying.is_paused(now_s):
             return False
         entry = item.entries.get("cpu")
         if entry is not None and self._host is not None:

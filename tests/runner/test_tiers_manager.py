@@ -524,8 +524,20 @@ class TestRoom:
         rig.memory.out_gate.shut()
         rig.compute(PROMPT)
         assert rig.pool.num_pinned == 8
-        assert rig.stats("cpu").dropped_total == 2
         rig.memory.out_gate.open()
+        rig.settle()
+        assert rig.stats("cpu").num_blocks == 10
+        rig.check()
+
+    def test_a_block_evicted_before_its_turn_is_dropped(self, make_rig: MakeRig) -> None:
+        rig = make_rig(num_blocks=16, host_slots=32)
+        rig.memory.out_gate.shut()
+        rig.compute(PROMPT)
+        rig.forget_pool()
+        rig.memory.out_gate.open()
+        rig.settle()
+        assert rig.stats("cpu").num_blocks == 8
+        assert rig.stats("cpu").dropped_total == 2
         rig.check()
 
 

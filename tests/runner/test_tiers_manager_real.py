@@ -11,6 +11,7 @@ from prefix_index.events import BlockStored
 from runner.kvkeys import event_hash
 from runner.leases import LeaseBook
 from runner.pool.blocks import BlockPool
+from runner.tiers.arena import map_memory
 from runner.tiers.assemble import TiersError, build_tiers
 from runner.tiers.options import TierOptions
 from runner.tiers.remote import RemoteStore
@@ -145,7 +146,7 @@ def test_blocks_of_a_damaged_disk_are_recomputed_and_stored_again(tmp_path: Path
 
 
 class TestBuild:
-    def build(self, options: TierOptions):
+    def build(self, options: TierOptions, *, is_cuda: bool = False):
         pool = BlockPool(64, BLOCK_SIZE)
         return build_tiers(
             options,
@@ -157,6 +158,7 @@ class TestBuild:
             chunk_tokens=64,
             wake=lambda: None,
             observer=Observer(),
+            is_cuda=is_cuda,
         )
 
     def test_without_tiers_there_is_nothing(self) -> None:
@@ -195,6 +197,20 @@ class TestBuild:
             options = {"disk_dir": tmp_path, **options}
         with pytest.raises(TiersError, match=words):
             self.build(TierOptions(**options))  # type: ignore[arg-type]
+
+    def test_memory_that_the_device_cannot_pin_is_had_unpinned(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def pin_memory(num_bytes: int) -> memoryview:
+            raise RuntimeError("CUDA error: out of memory")
+
+        monkeypatch.setattr("runner.tiers.media.PINNED_FIRST", (pin_memory, map_memory))
+        tiers = self.build(TierOptions(host_bytes=2**20), is_cuda=True)
+        assert tiers is not None
+        (line,) = caplog.messages
+        assert "--host-bytes 1048576" in line
+        assert tiers.stats()[0].capacity_bytes == 128 * BLOCK_BYTES
+        tiers.close()
 
     def test_a_directory_in_use_is_refused_and_free_again_after_closing(
         self, tmp_path: Path
