@@ -77,6 +77,7 @@ class Loader:
         self._announcer = announcer
         self._block_size = block_size
         self._peers = peers
+        self._peer_urls = frozenset(peers.figures()) if peers is not None else frozenset()
         self._observer = observer
         self._clock = clock
         self._num_plans = 0
@@ -184,7 +185,7 @@ class Loader:
 
     def _peer_blocks(self, query: LoadQuery) -> int:
         """Blocks that the request's peer claims to have, from the first missing one on."""
-        if query.source is None or self._peers is None:
+        if query.source is None or query.source.url not in self._peer_urls:
             return 0
         claimed = min(query.source.tokens // self._block_size, query.max_blocks)
         if claimed <= query.first_block:

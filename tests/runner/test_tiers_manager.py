@@ -130,6 +130,13 @@ def test_a_peer_that_has_less_than_was_claimed_gives_what_it_has(make_rig: MakeR
     rig.check()
 
 
+def test_a_peer_that_is_not_configured_is_not_asked(make_rig: MakeRig) -> None:
+    peers = ScriptedPeers()
+    rig = make_rig(peers=peers)
+    assert rig.restore(rig.chain(PROMPT), source=PeerSource("http://evil:1", 1000)) is None
+    assert not peers.asked
+
+
 def test_a_load_starts_where_the_pool_ends_and_stops_at_its_cap(make_rig: MakeRig) -> None:
     rig = make_rig(host_slots=32)
     chain = rig.compute(PROMPT)

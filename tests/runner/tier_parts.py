@@ -208,7 +208,11 @@ class ScriptedPeers:
 
     def __init__(self, **stores: ScriptedStore) -> None:
         self.stores = {f"http://{name}:1": store for name, store in stores.items()}
+        self.stores.setdefault("http://a:1", ScriptedStore())
         self.asked: list[str] = []
+
+    def figures(self) -> dict[str, object]:
+        return dict.fromkeys(self.stores)
 
     def read_from(
         self, url: str, wanted: Sequence[Place], deliver: Deliver, deadline_s: float
