@@ -128,3 +128,16 @@ class Lab:
             self.now_s += elapsed_s
             self.gain.observe_probe(tier, self.block_bytes, elapsed_s, "done", self.now_s)
         return due
+
+
+def forced(lab: Lab, num_blocks: int) -> GainDecision:
+    """A decision to load from disk, as one taken before the tier turned slow."""
+    quick = Lab(lab.token_s, {"disk": Speed(10e9, 100e-6)})
+    for _ in range(20):
+        quick.transfer("disk", 16)
+    return quick.decide(Run("disk", num_blocks))
+
+
+def ended(num_blocks: int, elapsed_s: float) -> LoadDone:
+    """The end of a load that brought ``num_blocks``."""
+    return LoadDone(1, num_blocks, {}, "done", elapsed_s)
