@@ -14,6 +14,7 @@ from runner.engine import Engine, EngineStoppedError
 from runner.model import Model
 from runner.types import EngineConfig, EngineRequest, SamplingParams, TokenOutput
 from tests.runner.driver import Driver
+from tests.runner.fake_tiers import FakeTiers
 
 CONFIG = EngineConfig(pool_tokens=4096, max_seqs=16, max_batched_tokens=64, debug_checks=True)
 
@@ -247,3 +248,145 @@ def test_sizes_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         EngineCore(tiny, EngineConfig(**sizes), None)
+
+
+def engine_over(tiers: FakeTiers, model: Model) -> Engine:
+    engine = Engine(model, CONFIG, build_tiers=tiers.build)
+    engine.start()
+    return engine
+
+
+def test_a_load_that_ends_wakes_the_engine_and_what_all_waited_counts_as_stall(
+    tiny: Model,
+) -> None:
+    tiers = FakeTiers()
+    engine = engine_over(tiers, tiny)
+    prompt = list(range(2, 52))
+    first, again = Inbox(), Inbox()
+    engine.submit(request("a", first, prompt))
+    first.wait()
+    assert engine.stats().stall_s_total == 0
+    held = dict(tiers.held)
+    assert engine.reset_prefix_cache()
+    tiers.held, tiers.is_held = held, True
+    engine.submit(request("b", again, prompt))
+    wait_until(lambda: engine.stats().num_loading == 1 and engine.stats().stall_s_total > 0.05)
+    assert (engine.stats().num_running, again.outputs) == (0, [])
+    tiers.is_held = False
+    tiers.wake()
+
+    assert again.wait().hit_source == "disk"
+    assert again.tokens == first.tokens
+    assert engine.stop(10)
+
+
+def test_a_load_beside_running_requests_is_no_stall(tiny: Model) -> None:
+    tiers = FakeTiers()
+    engine = engine_over(tiers, tiny)
+    prompt = list(range(2, 52))
+    first, again, other = Inbox(), Inbox(), Inbox()
+    engine.submit(request("a", first, prompt))
+    first.wait()
+    held = dict(tiers.held)
+    assert engine.reset_prefix_cache()
+    tiers.held, tiers.is_held = held, True
+    engine.submit(request("c", other, [2, 3, 4], max_tokens=450))
+    wait_until(lambda: bool(other.tokens))
+    engine.submit(request("b", again, prompt))
+    wait_until(lambda: engine.stats().num_loading == 1)
+    count = len(other.tokens)
+    wait_until(lambda: len(other.tokens) > count + 5)
+    assert engine.stats().stall_s_total == 0
+    engine.abort("c")
+    engine.abort("b")
+
+    assert again.wait().finish_reason == "abort"
+    assert engine.stop(10)
+
+
+def test_an_idle_engine_polls_when_it_is_woken_and_when_the_tiers_want_it(tiny: Model) -> None:
+    tiers = FakeTiers()
+    engine = engine_over(tiers, tiny)
+    polls = tiers.num_polls
+    tiers.wake()
+    wait_until(lambda: tiers.num_polls > polls)
+    tiers.wake_in_s = 0.001
+    tiers.wake()
+    polls = tiers.num_polls
+
+    wait_until(lambda: tiers.num_polls > polls + 3)
+    assert engine.stop(10)
+    assert tiers.is_closed
+
+
+def test_stopping_ends_loads_and_closes_the_tiers_started_or_not(tiny: Model) -> None:
+    unused = FakeTiers()
+    assert Engine(tiny, CONFIG, build_tiers=unused.build).stop(10)
+    assert unused.is_closed
+
+    tiers = FakeTiers()
+    engine = engine_over(tiers, tiny)
+    prompt = list(range(2, 52))
+    first, again = Inbox(), Inbox()
+    engine.submit(request("a", first, prompt))
+    first.wait()
+    held = dict(tiers.held)
+    assert engine.reset_prefix_cache()
+    tiers.held, tiers.is_held = held, True
+    engine.submit(request("b", again, prompt))
+    wait_until(lambda: engine.stats().num_loading == 1)
+    assert engine.stop(10)
+
+    assert again.wait().finish_reason == "abort"
+    assert tiers.cancelled == ["b.0"]
+    assert tiers.is_closed
+
+
+def test_a_step_is_timed_before_the_first_load_is_weighed(tiny: Model) -> None:
+    tiers = FakeTiers()
+    engine = Engine(tiny, EngineConfig(pool_tokens=4096), build_tiers=tiers.build)
+
+    assert [step[:3] for step in tiers.steps] == [(128, 128 * 128, 0)]
+    assert engine.stats().free_blocks == 256
+    assert engine.stop(10)
+
+
+def test_decisions_come_from_the_engine_thread(tiny: Model) -> None:
+    tiers = FakeTiers()
+    engine = engine_over(tiers, tiny)
+    inbox = Inbox()
+    engine.submit(request("a", inbox, list(range(2, 52))))
+    inbox.wait()
+
+    assert engine.decisions() == [{"owner": "a.0"}]
+    assert engine.stop(10)
+    assert engine.decisions() == []
+
+
+@pytest.mark.parametrize("failing", ["poll", "consider", "offer", "start", "observe_step"])
+def test_a_tier_manager_that_fails_ends_requests_and_the_engine_goes_on(
+    tiny: Model, failing: str
+) -> None:
+    tiers = FakeTiers()
+    driver = Driver(tiny, build_tiers=tiers.build)
+    prompt = list(range(2, 52))
+    driver.complete(prompt)
+    held = dict(tiers.held)
+    assert driver.core.reset_prefix_cache()
+    tiers.held = held
+
+    def fail(*_: object) -> None:
+        raise OSError("a tier's books are damaged")
+
+    setattr(tiers, failing, fail)
+    request_id = driver.submit(prompt)
+    for _ in range(3):
+        driver.core.step()
+    assert "damaged" in (driver.last(request_id).error or "")
+    delattr(tiers, failing)
+    tiers.held = {}
+    driver.step()
+
+    assert len(driver.complete(prompt)) == 8
+    # Nobody knows whether a load that failed to start is being written: its blocks are given up.
+    assert driver.core.stats().loading_blocks == (3 if failing == "start" else 0)
