@@ -48,14 +48,12 @@ class WarmEndpoints:
         order = read_order(parse_json(await read_body(request, self._limits)))
         stream = _Stream(request)
         run = await self._warmer.make_run(order, stream.event)
-        try:
-            await stream.open()
-        except ConnectionError:
-            run.stop()
+        # Nothing may be awaited before it is started: one that never runs would never be over.
+        # What is in flight when the operator leaves finishes, so the run is not this task's.
+        task = self._warmer.start(run)
         watch = asyncio.ensure_future(stream.watch(run))
         try:
-            # What is in flight when the operator leaves finishes, so the run is not this task's.
-            await asyncio.shield(self._warmer.start(run))
+            await asyncio.shield(task)
             await stream.close()
         except ConnectionError:
             pass  # the operator has left
@@ -105,9 +103,6 @@ class _Stream:
         self._lock = asyncio.Lock()
         self._said_s = asyncio.get_running_loop().time()
 
-    async def open(self) -> None:
-        await self.response.prepare(self._request)
-
     async def close(self) -> None:
         await self.response.write_eof()
 
@@ -137,6 +132,8 @@ class _Stream:
 
     async def _write(self, data: bytes) -> None:
         async with self._lock:
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
             await self.response.write(data)
             self._said_s = asyncio.get_running_loop().time()
 

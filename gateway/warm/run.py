@@ -120,6 +120,9 @@ class Run:
                 await self._serve_all(jobs)
             if not self._order.dry_run:
                 await self._look_again()
+        except ConnectionError:
+            self.stop()  # whoever takes the events is gone
+            raise
         except BaseException:
             self.has_failed = not self.is_stopped
             raise

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from tests.fakes.engine import End, Script, Seen, answer, head
+from tests.fakes.gateway import RawClient, wire
 from tests.gateway.routing_parts import BLOCK
 from tests.gateway.warm_parts import (
     MARKER,
@@ -561,3 +562,18 @@ async def test_a_later_run_does_not_push_out_what_an_earlier_one_put_there(
         assert events[0]["placements"][0]["action"] == "skip_worth"
         assert end(events)["failed"] == 1
         assert end(await gateway.warm([item("pinned", pin=True)]))["warm"] == 1
+
+
+async def test_a_client_that_leaves_at_once_leaves_no_run_behind(tmp_path: Path) -> None:
+    async with warming_over(tmp_path, Caching()) as (gateway, _):
+        body = json.dumps({"model": "m", "items": [item(f"d{k}") for k in range(20)]}).encode()
+        client = await RawClient.connect(int(gateway.url.rpartition(":")[2]))
+        await client.send(wire(body, path="/admin/v1/warm"))
+        await client.close()
+
+        async def is_over() -> bool:
+            runs = (await gateway.get("/admin/v1/warm"))["runs"]
+            return all(run["state"] not in ("running", "stopping") for run in runs)
+
+        await poll_until(is_over, deadline_s=30.0, what="no run is under way")
+        assert end(await gateway.warm([item("next")]))["warm"] == 1
