@@ -52,8 +52,8 @@ class Timeline:
 class Bench:
     """One engine and the four measurements."""
 
-    def __init__(self, model_path: Path, dtype: str, threads: int) -> None:
-        self.model = load_model(model_path, dtype, threads)
+    def __init__(self, model_path: Path, dtype: str, threads: int, *, native: bool) -> None:
+        self.model = load_model(model_path, dtype, threads, native=native)
         self.engine = Engine(self.model, EngineConfig(pool_tokens=16_384))
         self.engine.start()
         self._rng = random.Random(1)
@@ -105,13 +105,14 @@ def measure(call: Callable[[], float], repeats: int, *, is_rate: bool) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--dtype", action="append", choices=DTYPES, help="default: both")
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help="default: all")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--torch", action="store_true", help="without the compiled kernels")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     results = {}
     for dtype in options.dtype or list(DTYPES):
-        bench = Bench(options.model, dtype, options.threads)
+        bench = Bench(options.model, dtype, options.threads, native=not options.torch)
         bench.run([bench.prompt(64)], 8)
         rows = {
             "cold TTFT 1500 tokens, s": measure(bench.cold_ttft_s, options.repeats, is_rate=False),
