@@ -265,14 +265,16 @@ class Storer:
         cpu = self._tiers.get("cpu")
         num_copied = 0
         for item in items:
-            is_sound = was_pinned and item.is_copied and not item.is_void
+            # Forgetting everything meanwhile is no failure.
+            has_failed = not (item.is_void or (was_pinned and item.is_copied))
+            is_sound = not (item.is_void or has_failed)
             item.is_void = not is_sound
             if cpu is not None and "cpu" in item.entries:
                 entry = item.entries["cpu"]
                 if is_sound and entry is not None and item.num_pending > 1:
                     item.host_lease = self._lease_host(entry, now_s)
                 num_copied += is_sound
-                cpu.counters.store_failed += not is_sound
+                cpu.counters.store_failed += has_failed
                 self._end(cpu, item, is_stored=is_sound)
             self._send(item)
         if cpu is not None and num_copied:

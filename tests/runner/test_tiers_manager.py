@@ -637,6 +637,7 @@ class TestClear:
         rig.settle()
         rig.wait(lambda: not disk.held)
         assert rig.restore(chain) is None
+        assert [stats.store_failed_total for stats in rig.tiers.stats()] == [0, 0]
         rig.check()
 
 
