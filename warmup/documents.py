@@ -61,9 +61,11 @@ class Ids:
                 name,
                 f"{len(name)} characters are no id, expected at most {MAX_ID_CHARS}: give it one",
             )
-        if (first := self._sources.setdefault(name, source)) is source:
-            return None
-        return Problem(name, f"the id stands twice, in {first} and {source}; the first one counts")
+        if (first := self._sources.get(name)) is not None:
+            reason = f"the id stands twice, in {first} and {source}; the first one counts"
+            return Problem(name, reason)
+        self._sources[name] = source
+        return None
 
 
 def read_documents(folder: Path, entry: DocumentEntry, ids: Ids) -> Iterator[Document | Problem]:

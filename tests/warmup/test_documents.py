@@ -129,6 +129,18 @@ def test_the_second_of_two_equal_ids_is_named_and_the_first_counts(tmp_path: Pat
     assert all("stands twice" in one.reason for one in found if isinstance(one, Problem))
 
 
+def test_one_file_named_twice_is_one_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_text("a")
+    monkeypatch.chdir(tmp_path)
+    ids, entry = Ids(), DocumentEntry(file="a")
+
+    found = [one for _ in range(2) for one in read_documents(Path(), entry, ids)]
+
+    assert [type(one) for one in found] == [Document, Problem]
+
+
 def test_a_name_that_is_no_text_gets_one(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"caf\xe9")).write_text("x")
 
