@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
 from gateway.fleet.adapters import cards, fetch_models
+from gateway.routing.health import Breaker
 from gateway.warm.plan import UNKNOWN_REUSES, Held, Host, Placement, Tier, Wanted, make_plan
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 SPILL = 2
 # Items looked up in the index before other work gets its turn: about two milliseconds.
 LOT = 64
+_EJECTED = "ejected after failures"
 
 
 class Placer:
@@ -101,7 +104,11 @@ class Placer:
 
     def _hosts(self, pool: Pool, workers: Sequence[Worker], now_s: float) -> list[Host]:
         reused = self._reused(pool)
-        return [self._host(pool, worker, reused.get(worker.id, ()), now_s) for worker in workers]
+        hosts = [self._host(pool, worker, reused.get(worker.id, ()), now_s) for worker in workers]
+        if all(host.why for host in hosts):
+            # Nobody else is left: one that was ejected is tried again within seconds.
+            return [replace(h, why="") if h.why == _EJECTED else h for h in hosts]
+        return hosts
 
     def _host(
         self, pool: Pool, worker: Worker, reused: Sequence[tuple[float, int]], now_s: float
@@ -200,8 +207,8 @@ def _why(worker: Worker, now_s: float) -> str:
         return "draining"
     if not worker.health.ready:
         return "not ready"
-    if not worker.health.may_route(now_s):
-        return "ejected after failures"
+    if worker.health.breaker(now_s) is Breaker.OPEN:
+        return _EJECTED
     return "of another model or tokenizer than its pool" if worker.is_apart else ""
 
 

@@ -14,6 +14,7 @@ import orjson
 
 from gateway.errors import ConnectFailed, FirstByteTimeout, ResetBeforeFirstByte, UpstreamError
 from gateway.routing.dispatch import Inbound, Outcome, Usage
+from gateway.routing.health import Breaker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +29,9 @@ MAX_ANSWER_BYTES = 1 << 20
 # For one piece. The longest takes a second or so on a worker of known speed, and 2,048 tokens on
 # the slowest ones a minute: who needs longer hangs.
 MAX_ANSWER_S = 120.0
+# A worker that failed is tried again after a second at first; one that keeps failing is given up.
+MAX_EJECTED_S = 5.0
+LOOK_S = 0.02
 # Of what a worker says when it refuses; it may quote the prompt, so it is cut short.
 MAX_REASON_CHARS = 200
 # Members of a client's body that would make an answer longer, or another one.
@@ -128,20 +132,53 @@ class Sender:
                 tenant=item.tenant,
             )
         plan = await self._dispatcher.plan(pool, inbound, in_full=True)
-        ticket = self._dispatcher.admit_own(plan, worker_id, self._on_finish)
-        if ticket is None:
-            raise SendError(f"worker {worker_id} takes no requests: draining, ejected or gone")
+        ticket, has_waited = await self._admit(plan, worker_id)
         path, sent = request_of(pool, ticket.worker, plan, found)
         ours = self.in_flight.setdefault(worker_id, [])
         ours.append(ticket)
         try:
             return await self._exchange(ticket, path, sent, plan.num_tokens)
+        except SendError as error:
+            # It had its second chance.
+            error.is_hopeless = error.is_hopeless or has_waited
+            raise
         finally:
             # Whatever ended it otherwise was on this side.
             ticket.finish(Outcome.CANCELLED)
             ours.remove(ticket)
             if not ours:
                 self.in_flight.pop(worker_id, None)
+
+    async def _admit(self, plan: Plan, worker_id: str) -> tuple[Ticket, bool]:
+        """Book the request, once a worker that had failed may be tried again.
+
+        While one request tries it, the others wait for what becomes of that.
+
+        Returns:
+            The ticket, and whether it had to wait for it.
+
+        Raises:
+            SendError: If the worker takes no requests.
+        """
+        until_s, has_waited = self._clock() + MAX_EJECTED_S, False
+        while True:
+            ticket = self._dispatcher.admit_own(plan, worker_id, self._on_finish)
+            if ticket is not None:
+                return ticket, has_waited
+            worker, now_s = plan.pool.workers.get(worker_id), self._clock()
+            if worker is None or worker.draining or not worker.health.ready:
+                raise SendError(f"worker {worker_id} takes no requests: draining, away or gone")
+            breaker = worker.health.breaker(now_s)
+            if breaker is Breaker.CLOSED:
+                raise SendError(f"worker {worker_id} takes no such requests")
+            if breaker is Breaker.OPEN and now_s >= until_s:
+                raise SendError(
+                    f"worker {worker_id} is ejected after failures, and was not let back within "
+                    f"{MAX_EJECTED_S:g} s",
+                    is_hopeless=True,
+                )
+            has_waited = True
+            await asyncio.sleep(LOOK_S)
 
     async def _exchange(self, ticket: Ticket, path: str, body: bytes, num_tokens: int) -> Sent:
         worker, limits = ticket.worker, self._limits

@@ -577,3 +577,24 @@ async def test_a_client_that_leaves_at_once_leaves_no_run_behind(tmp_path: Path)
 
         await poll_until(is_over, deadline_s=30.0, what="no run is under way")
         assert end(await gateway.warm([item("next")]))["warm"] == 1
+
+
+async def test_while_a_worker_is_tried_again_its_other_items_wait_for_it(tmp_path: Path) -> None:
+    engine = Caching()
+    async with warming_over(tmp_path, engine) as (gateway, _):
+        worker = gateway.gateway.fleet.pools[0].workers["w0"]
+        now_s = asyncio.get_running_loop().time()
+        for _ in range(10):
+            worker.health.failed(now_s)
+        assert not worker.health.may_route(now_s)
+        events = await gateway.warm([item(f"d{k}") for k in range(4)], concurrency=4)
+        assert end(events)["warm"] == 4, events
+
+
+async def test_a_worker_that_keeps_failing_is_given_up(tmp_path: Path) -> None:
+    engine = Caching(before=lambda _: answer(b"{}", 500))
+    async with warming_over(tmp_path, engine) as (gateway, raws):
+        events = await gateway.warm([item(f"d{k}") for k in range(30)], concurrency=1)
+        assert end(events)["failed"] == 30
+        sent = [seen for seen in raws[0].seen if "completions" in seen.target]
+        assert len(sent) < 10
