@@ -194,6 +194,8 @@ class Scheduler:
                     continue
             if not can_compute:
                 spoken_for += self._num_blocks(sequence)
+                if spoken_for > self._num_available([]):
+                    return
                 continue
             if not self._start(sequence, now_s):
                 return
@@ -253,10 +255,11 @@ class Scheduler:
         return pool.num_free + pool.num_cached - num_idle_hits - num_growing
 
     def _waiting_tokens(self, besides: Sequence) -> int:
-        """Return the prefill tokens of all others, running and waiting."""
+        """Return the prefill tokens of the others that run or are near the head of the queue."""
         prefills = (at.num_pending for at in self.running if not at.is_decoding)
-        queued = sum(len(sequence.tokens) for sequence in self.waiting)
-        return sum(prefills) + queued - len(besides.tokens)
+        queue = self.waiting[: self._limits.max_seqs]
+        queued = sum(len(sequence.tokens) for sequence in queue if sequence is not besides)
+        return sum(prefills) + queued
 
     def _max_hit_blocks(self, sequence: Sequence) -> int:
         # The last token is always computed: its logits are wanted.
