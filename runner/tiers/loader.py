@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# A load is closed when it takes three times as long as predicted; the rest is for the turns of a
-# busy engine, which alone can start it and see its end.
-DEADLINE_FACTOR = 3.0
-DEADLINE_SLACK_S = 0.02
-
 # Small enough that several threads share a load, large enough that a piece is one long read.
 MIN_PIECE_BLOCKS = 8
 MAX_PIECE_BLOCKS = 64
@@ -127,7 +122,7 @@ class Loader:
         planned = self._planned.pop(plan.query.owner)
         if planned.plan is not plan or len(blocks) != plan.num_blocks:
             raise ValueError(f"plan {plan.id} is not the latest of its request, or lacks blocks")
-        deadline_s = started_s + DEADLINE_FACTOR * planned.decision.restore_s + DEADLINE_SLACK_S
+        deadline_s = started_s + planned.decision.patience_s
         load = Load(plan, self._pieces(planned, blocks), started_s, deadline_s)
         self._loads[plan.id] = load, planned.decision
         for piece in load.pieces:
@@ -248,9 +243,9 @@ class Loader:
             transfers.observe(tier.name, "read", num_bytes, job.elapsed_s, source)
             self._observer.transferred(tier.name, "read", job.elapsed_s, num_bytes)
         elif load.is_late:
-            # One block takes at least as long as none came in.
-            block_bytes = self._mover.block_bytes
-            transfers.observe(tier.name, "read", block_bytes, job.elapsed_s, source)
+            # All of it takes at least as long as none came in: a store may read it in one go.
+            all_bytes = len(piece.places) * self._mover.block_bytes
+            transfers.observe(tier.name, "read", all_bytes, job.elapsed_s, source)
         if tier.name == "peer":
             return
         if outcome == "done":

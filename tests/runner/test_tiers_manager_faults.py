@@ -151,7 +151,10 @@ class TestDeadline:
         assert plan is not None
         blocks = rig.start(plan)
         rig.wait(lambda: case.store.read_gate.num_waiting)
-        clock.advance(3 * plan.expected_s + 0.021)
+        rig.pass_deadline(by_s=-0.001)
+        rig.poll()
+        assert rig.taken(plan.id) is None
+        rig.pass_deadline()
         done = rig.finish(plan, blocks)
         assert (done.num_blocks, done.outcome) == (0, "stopped")
         assert rig.stats(tier).load_failed_total == 1
@@ -170,7 +173,7 @@ class TestDeadline:
         assert plan is not None
         blocks = rig.start(plan)
         rig.wait(lambda: rig.memory.in_gate.num_waiting == 2)
-        clock.advance(60)
+        rig.pass_deadline()
         for _ in range(3):
             rig.poll()
         assert rig.taken(plan.id) is None
@@ -198,7 +201,7 @@ class TestDeadline:
         slow_gate.shut()
         blocks = rig.start(plan)
         rig.wait(lambda: rig.stats("disk").moved_blocks_total["read"] == 8)
-        clock.advance(60)
+        rig.pass_deadline()
         done = rig.finish(plan, blocks)
         assert (done.num_blocks, done.outcome) == (8, "stopped")
         slow_gate.open()
@@ -216,7 +219,7 @@ class TestDeadline:
                 break
             num_loads += 1
             blocks = rig.start(plan)
-            clock.advance(3 * plan.expected_s + 0.021)
+            rig.pass_deadline()
             rig.finish(plan, blocks)
         assert num_loads <= 3
         assert rig.stats("disk").gated_total == 1

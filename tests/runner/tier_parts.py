@@ -386,6 +386,13 @@ class Rig:
         self.pool.release_loading(blocks)
         return done
 
+    def pass_deadline(self, by_s: float = 0.001) -> None:
+        """Let the time come at which the load under way is given up."""
+        deadline_s = self.tiers._loader.next_deadline_s()
+        assert deadline_s is not None
+        assert isinstance(self.clock, ManualClock)
+        self.clock.now_s = deadline_s + by_s
+
     def restore(self, chain: BlockChain, **ask: object) -> LoadDone | None:
         """Load what the tiers have of a prompt; None if they would rather not."""
         plan = self.consider(self.query(chain, **ask))  # type: ignore[arg-type]
