@@ -238,7 +238,9 @@ def compare(engines: list[Driver], rounds: int) -> dict[str, dict[str, list[tupl
         for task in TASKS:
             for engine in engines[at:] + engines[:at]:
                 if task in engine.tasks:
-                    results[engine.name].setdefault(task, []).append(engine.ask(task))
+                    taken = engine.ask(task)
+                    results[engine.name].setdefault(task, []).append(taken)
+                    print(f"{number} {task} {engine.name}: {taken}", file=sys.stderr)
     return results
 
 

@@ -9,9 +9,27 @@ import sys
 
 from engines_protocol import serve
 from llama_cpp import Llama
+from llama_cpp import llama_cpp as llama
+
+
+def without_tiles() -> None:
+    """Keep weights out of llama.cpp's tile (AMX) buffers.
+
+    Its int8 tile kernels end the process with an illegal instruction on the machine this was made
+    on (0.3.36, a virtual Sapphire Rapids); its vector kernels are what it has elsewhere.
+    """
+    defaults = llama.llama_model_default_params
+
+    def changed() -> llama.llama_model_params:
+        params = defaults()
+        params.use_extra_bufts = False
+        return params
+
+    llama.llama_model_default_params = changed
 
 
 def main() -> None:
+    without_tiles()
     model = Llama(
         sys.argv[1],
         n_ctx=2048,
