@@ -154,7 +154,8 @@ class Keeper:
     def chosen(self, pool: Pool, worker: Worker, budget_tokens: int) -> list[Stored]:
         """Return what a worker is to hold: what it served, and what is at home there and nowhere.
 
-        What reuse saves most comes first.
+        First comes what nobody else holds, since there its users would have to compute it, and then
+        what reuse saves most with.
         """
         found = []
         for entry in self._store:
@@ -164,8 +165,9 @@ class Keeper:
                 continue
             group = self._account.document(pool.name, entry.ring_key)
             value_s = 0.0 if group is None else group.recompute_s
-            found.append((entry.is_pinned, value_s, entry.used_s, entry))
-        found.sort(key=lambda row: row[:3], reverse=True)
+            is_only = not self._others(pool, worker, entry)
+            found.append((entry.is_pinned, is_only, value_s, entry.used_s, entry))
+        found.sort(key=lambda row: row[:4], reverse=True)
         chosen, left = [], budget_tokens
         for *_, entry in found:
             if len(entry.ids) <= left:
@@ -174,10 +176,13 @@ class Keeper:
         return chosen
 
     def _is_home(self, pool: Pool, worker: Worker, entry: Stored) -> bool:
-        if worker.id not in pool.ring.home(entry.ring_key, pool.set_size):
-            return False
+        is_home = worker.id in pool.ring.home(entry.ring_key, pool.set_size)
+        return is_home and not self._others(pool, worker, entry)
+
+    def _others(self, pool: Pool, worker: Worker, entry: Stored) -> bool:
+        """Whether anybody else holds it."""
         holders = {} if pool.index is None else pool.index.match([entry.end])
-        return not any(holder != worker.id for holder in holders)
+        return any(holder != worker.id for holder in holders)
 
     async def _fill(
         self, pool: Pool, worker: Worker, why: str, chosen: list[Stored], config: KeepWarmConfig
@@ -185,7 +190,13 @@ class Keeper:
         began_s = self._clock()
         start = worker.slow_start
         try:
-            found = [await shareable_of(self._parts, entry) for entry in chosen]
+            found = []
+            for rank, entry in enumerate(chosen):
+                one = await shareable_of(self._parts, entry)
+                if one is not None:
+                    # In this order, whatever the plan makes of their worth.
+                    item = replace(one.item, priority=-rank)
+                    found.append(replace(one, item=item))
             order = Order((), budget_tokens=config.budget_tokens, max_share=MAX_SHARE, verify=False)
             run = Run(
                 self._parts,
@@ -193,7 +204,7 @@ class Keeper:
                 f"keep-{worker.id}-{round(began_s * 1000)}",
                 _silent,
                 only=(worker.id,),
-                found=[one for one in found if one is not None],
+                found=found,
             )
             self.runs[worker.id] = why, run
             await run.run()
