@@ -33,6 +33,7 @@ import aiohttp
 import yaml
 
 from bench.fleet import (
+    RUNNER_SHAPE,
     Engine,
     ask_one,
     engine_command,
@@ -42,17 +43,19 @@ from bench.fleet import (
     ready,
     router_command,
 )
-from bench.fleet_workload import Ask, text
+from bench.fleet_workload import Ask, Workload, text
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+
+    from bench.fleet_workload import Conversation
 
 PARTS = ("touches", "traffic", "floor")
 SYSTEM = "Answer from the document.\n\n"
 # A question's worth of words; what is asked does not matter.
 QUESTION_WORDS = 12
-# Users' own prompts in `traffic`: cold, so that a shared prefill shows in their TTFT.
-USER_WORDS = 60
+# Users of `traffic`: part of those of `bench.fleet`, who ask about documents and converse.
+USERS = ("document", "document", "chat")
 SETTLE_DEADLINE_S = 60.0
 
 
@@ -214,17 +217,22 @@ async def traffic(bench: Bench) -> None:
 
 
 async def _users(bench: Bench, warming: asyncio.Task[Any] | None) -> list[float]:
-    """Two users who ask and think; beside a warm-up only what they asked while it ran counts."""
+    """New users with new documents; beside a warm-up only what they asked while it ran counts."""
     ttfts_s: list[float] = []
+    workload = Workload(bench.rng.randrange(1 << 30), RUNNER_SHAPE)
 
-    async def user() -> None:
+    async def user(client: Conversation) -> None:
         for _ in range(bench.options.asks):
-            ttft_s = await bench.ask(text(bench.rng, USER_WORDS))
-            if warming is None or not warming.done():
+            ask = client.next()
+            assert ask is not None, "these users never end"
+            ttft_s, answer = await ask_one(bench.session, bench.url, ask)
+            client.answered(answer)
+            if ttft_s is not None and (warming is None or not warming.done()):
                 ttfts_s.append(ttft_s)
-            await asyncio.sleep(bench.rng.expovariate(1 / bench.options.think_s))
+            await asyncio.sleep(client.rng.expovariate(1 / bench.options.think_s))
 
-    await asyncio.gather(user(), user())
+    clients = (workload.client(kind, number) for number, kind in enumerate(USERS))
+    await asyncio.gather(*map(user, clients))
     return ttfts_s
 
 
