@@ -28,11 +28,12 @@ from tests.e2e.fleet import Process, Runner, document, make_runner, wait_for, wo
 from tests.support import free_port
 
 TARGET = 0.5
-CLIENTS = 4
+CLIENTS = 2
 # Between an answer and the next question of a client.
 THINK_S = 0.2
-# About 1,000 tokens.
-RULES = 40
+# About 700 tokens: eight are more than one runner has room for, and fit into two.
+RULES = 27
+POOL_TOKENS = 3072
 
 
 def start_gateway(folder: Path, name: str, runners: list[Runner], *, keeps: bool) -> Process:
@@ -184,6 +185,7 @@ async def measure(options: Any) -> None:
         runners = [make_runner(folder, f"runner{k}", Path(options.model)) for k in range(2)]
         try:
             for runner in runners:
+                runner.args[runner.args.index("--pool-tokens") + 1] = str(POOL_TOKENS)
                 runner.start()
             for runner in runners:
                 runner.wait_ready()
@@ -203,7 +205,7 @@ async def measure(options: Any) -> None:
 def main() -> None:
     """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--documents", type=int, default=22)
+    parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--model", default="models/smollm2")

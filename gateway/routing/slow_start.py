@@ -11,7 +11,7 @@ instead of by weight, since this choice has no weights.
 from __future__ import annotations
 
 # Share of the requests from the first moment on: enough to show that the worker works.
-FIRST_SHARE = 0.1
+FIRST_SHARE = 0.05
 # After so long a worker has its full share, whatever became of its warm-up: 100,000 tokens take a
 # 135M model on a CPU or an 8B model on one GPU less.
 LASTS_S = 60.0
@@ -35,7 +35,8 @@ class SlowStart:
     def share(self, now_s: float) -> float:
         """Return the share of the requests that may go there now, from ``FIRST_SHARE`` to 1."""
         passed = max(0.0, now_s - self._started_s) / self._lasts_s
-        return min(1.0, FIRST_SHARE + (1.0 - FIRST_SHARE) * passed)
+        # Slowly at first: what comes while little is there must be computed by those who come.
+        return min(1.0, FIRST_SHARE + (1.0 - FIRST_SHARE) * passed * passed)
 
     def is_over(self, now_s: float) -> bool:
         """Whether the share is whole."""

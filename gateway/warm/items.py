@@ -98,6 +98,7 @@ class Order:
         dry_run: Only plan.
         verify: Prove it with a probe each.
         run_id: Names the run; empty = the gateway makes one up.
+        yields: Whether it waits while users wait for a worker.
         model: Model of the run; of the hot list only what is of it is taken.
     """
 
@@ -110,6 +111,7 @@ class Order:
     dry_run: bool = False
     verify: bool = True
     run_id: str = ""
+    yields: bool = True
     model: str = ""
 
 

@@ -197,7 +197,13 @@ class Keeper:
                     # In this order, whatever the plan makes of their worth.
                     item = replace(one.item, priority=-rank)
                     found.append(replace(one, item=item))
-            order = Order((), budget_tokens=config.budget_tokens, max_share=MAX_SHARE, verify=False)
+            order = Order(
+                (),
+                budget_tokens=config.budget_tokens,
+                max_share=MAX_SHARE,
+                verify=False,
+                yields=False,
+            )
             run = Run(
                 self._parts,
                 order,

@@ -48,6 +48,8 @@ class Manners:
         pool: The worker's pool.
         worker: The worker.
         max_share: Share of its time that may be taken while it has users.
+        yields: Whether users who wait for it come first. Those of a worker that is filled before
+            it has its share of them would compute themselves what they have to wait for.
         clock: Monotonic seconds.
     """
 
@@ -59,6 +61,7 @@ class Manners:
         pool: Pool,
         worker: Worker,
         max_share: float,
+        yields: bool,
         clock: Callable[[], float],
     ) -> None:
         self._gate = dispatcher.gate
@@ -67,6 +70,7 @@ class Manners:
         self._pool = pool
         self._worker = worker
         self._max_share = max_share
+        self._yields = yields
         self._clock = clock
         self._user_seen_s = float("-inf")
 
@@ -97,7 +101,7 @@ class Manners:
     async def turn(self, is_over: Callable[[], bool]) -> None:
         """Wait until it is our turn, at most ``MAX_PAUSE_S``; at once when ``is_over``."""
         until_s = self._clock() + MAX_PAUSE_S
-        while self.is_waited_for() and not is_over() and self._clock() < until_s:
+        while self._yields and self.is_waited_for() and not is_over() and self._clock() < until_s:
             self._user_seen_s = self._clock()
             await asyncio.sleep(LOOK_S)
 
@@ -108,7 +112,7 @@ class Manners:
             done_tokens: Tokens that are there already.
             all_tokens: The item's.
         """
-        is_busy = self.has_users()
+        is_busy = self._yields and self.has_users()
         model = self._worker.learner.model
         if model is None:
             size = BUSY_PIECE_TOKENS if is_busy else IDLE_PIECE_TOKENS

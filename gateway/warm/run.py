@@ -204,7 +204,14 @@ class Run:
     async def _serve(self, pool: Pool, worker: Worker, queue: deque[Job]) -> None:
         parts, order = self._parts, self._order
         manners = Manners(
-            parts.dispatcher, parts.fleet, parts.sender, pool, worker, order.max_share, parts.clock
+            parts.dispatcher,
+            parts.fleet,
+            parts.sender,
+            pool,
+            worker,
+            order.max_share,
+            order.yields,
+            parts.clock,
         )
         while queue and not self.is_stopped:
             job = queue.popleft()

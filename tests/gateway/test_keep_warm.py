@@ -219,7 +219,7 @@ async def test_the_hot_list_can_be_warmed_at_once(tmp_path: Path) -> None:
 def test_the_share_grows_from_little_to_all_and_ends_by_itself() -> None:
     start = SlowStart(100.0)
     assert start.share(100.0) == pytest.approx(FIRST_SHARE)
-    assert start.share(100.0 + LASTS_S / 2) == pytest.approx((1 + FIRST_SHARE) / 2)
+    assert start.share(100.0 + LASTS_S / 2) == pytest.approx(FIRST_SHARE + (1 - FIRST_SHARE) / 4)
     assert start.share(100.0 + LASTS_S) == 1.0
     assert not start.is_over(99.0 + LASTS_S)
     assert start.is_over(100.0 + LASTS_S)
