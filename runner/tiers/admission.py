@@ -62,7 +62,7 @@ class Admission:
             queued_bytes: Waiting to be written there.
             now_s: Monotonic.
         """
-        self.history.offered(record.key, record.depth, touches)
+        self.history.offered(record.key, record.depth, touches, now_s)
         if fullness > NEARLY_FULL and touches < SECOND_TOUCH:
             return False
         likely = self.history.likelihood(record.depth, touches)

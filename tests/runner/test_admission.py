@@ -52,6 +52,9 @@ class Desk:
         """Blocks that were offered and that nobody asked for again."""
         for number in range(10_000, 10_000 + count):
             self.takes(number, depth=depth)
+        self.lab.now_s += 301
+        # Settles their fate, and is this interval's trial.
+        self.takes(10**6 + 1, queued_bytes=10**15)
 
 
 def test_a_block_is_stored_while_there_is_room() -> None:
@@ -134,11 +137,12 @@ def test_a_long_write_queue_raises_the_price() -> None:
 def test_depths_and_touches_are_learned_apart() -> None:
     history = ReuseHistory()
     for number in range(1000):
-        history.offered(key(number), 0, 1)
-        history.offered(key(100_000 + number), 100, 1)
-        history.offered(key(200_000 + number), 100, 2)
+        history.offered(key(number), 0, 1, 0.0)
+        history.offered(key(100_000 + number), 100, 1, 0.0)
+        history.offered(key(200_000 + number), 100, 2, 0.0)
     history.touched(key(number) for number in range(1000))
     history.touched(key(200_000 + number) for number in range(500))
+    history.offered(key(1), 1, 1, 301.0)
 
     assert history.likelihood(0, 1) > 0.95
     assert history.likelihood(100, 1) < 0.05
@@ -149,19 +153,37 @@ def test_depths_and_touches_are_learned_apart() -> None:
 def test_a_block_counts_once_for_each_time_it_was_offered() -> None:
     history = ReuseHistory()
     for _ in range(50):
-        history.offered(key(1), 0, 1)
+        history.offered(key(1), 0, 1, 0.0)
     for _ in range(50):
         history.touched([key(1)])
 
     assert history.likelihood(0, 1) == pytest.approx((1 + 0.3 * 20) / (1 + 20))
 
 
+def test_a_working_set_that_has_gone_round_once_is_not_taken_for_no_reuse() -> None:
+    desk = Desk(write=Speed(1e9))
+
+    assert all(desk.takes(number, depth=number % 64) for number in range(1, 3000))
+
+
+def test_a_block_asked_for_late_was_reused_after_all() -> None:
+    history = ReuseHistory()
+    for number in range(1000):
+        history.offered(key(number), 10, 1, 0.0)
+    assert history.likelihood(10, 1) == pytest.approx(0.3)
+    history.offered(key(5000), 0, 9, 301.0)
+    assert history.likelihood(10, 1) < 0.01
+    history.touched(key(number) for number in range(1000))
+
+    assert history.likelihood(10, 1) > 0.95
+
+
 def test_what_became_true_lately_outweighs_what_was() -> None:
     history = ReuseHistory()
     for number in range(20_000):
-        history.offered(key(number), 10, 1)
+        history.offered(key(number), 10, 1, 0.0)
     for number in range(20_000, 26_000):
-        history.offered(key(number), 10, 1)
+        history.offered(key(number), 10, 1, 0.0)
         history.touched([key(number)])
 
     assert history.likelihood(10, 1) > 0.6
@@ -170,9 +192,10 @@ def test_what_became_true_lately_outweighs_what_was() -> None:
 def test_the_ghost_list_is_bounded_and_forgets_the_oldest() -> None:
     history = ReuseHistory(max_ghosts=100)
     for number in range(1000):
-        history.offered(key(number), 10, 1)
+        history.offered(key(number), 10, 1, 0.0)
 
     before = history.likelihood(10, 1)
+    assert before < 0.02
     history.touched(key(number) for number in range(900))
     assert history.likelihood(10, 1) == before
     history.touched([key(999)])
@@ -193,5 +216,5 @@ def test_a_likelihood_is_always_a_share(seen: list[tuple[int, int, int, bool]]) 
         if is_touch:
             history.touched([key(number)])
         else:
-            history.offered(key(number), depth, touches)
+            history.offered(key(number), depth, touches, 0.0)
         assert 0 <= history.likelihood(depth, touches) <= 1
