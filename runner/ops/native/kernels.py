@@ -56,13 +56,10 @@ class NativeStep(TorchStep):
     """See ``Step``; with the arrays whose addresses the kernels take.
 
     Attributes:
-        cosines: float32. Shape: [rows, dim / 2].
-        sines: As ``cosines``.
+        angles: Cosines and sines, float32. Shape: [rows, dim / 2] each.
         items: ``Item`` of flash.cpp, one for each chunk and each sample. Shape: [items, 4].
     """
 
-    cosines: torch.Tensor
-    sines: torch.Tensor
     items: npt.NDArray[np.int64]
 
 
@@ -92,16 +89,13 @@ class NativeOps(TorchOps):
 
     def open(self, batch: Batch, pool: KvPool) -> NativeStep:
         """See ``Ops``."""
-        cosines, sines = self._rope.angles(batch.positions)
         # Only chunks without tiles are gathered: samples are read where they lie.
         gathered = [] if self._has_flash else [group for group in batch.groups if group.is_chunk]
         return NativeStep(
             batch=batch,
             pool=pool,
-            angles=(cosines, sines),
+            angles=self._rope.angles(batch.positions),
             contexts=pool.contexts.open(gathered),
-            cosines=cosines.contiguous(),
-            sines=sines.contiguous(),
             items=_items(batch.groups) if self._has_flash else np.empty(0, np.int64),
         )
 
@@ -109,10 +103,10 @@ class NativeOps(TorchOps):
         self, qkv: torch.Tensor, layer: int, head_norm: torch.Tensor | None, step: TorchStep
     ) -> None:
         """See ``Ops``."""
-        assert isinstance(step, NativeStep)
         config = self._config
+        cosines, sines = step.angles
         self._kernels.rope_write(
-            qkv.data_ptr(), step.cosines.data_ptr(), step.sines.data_ptr(),
+            qkv.data_ptr(), cosines.data_ptr(), sines.data_ptr(),
             None if head_norm is None else head_norm.data_ptr(), config.norm_eps,
             step.pool.data.data_ptr(), step.batch.token_rows[layer].data_ptr(),
             qkv.shape[0], config.num_heads, config.num_kv_heads, config.head_dim, self._threads,
