@@ -51,13 +51,12 @@ class Known:
     def from_plan(cls, plan: Plan, prompt: Prompt, finished_s: float) -> Known:
         """Take over what a plan read; O(1)."""
         body = plan.inbound.body
-        messages = body.get("messages")
         return cls(
             (plan.pool.name, plan.inbound.tenant),
             prompt,
             body,
             usable_blocks(prompt.num_tokens, prompt.block_size),
-            len(messages) if isinstance(messages, list) else 0,
+            num_messages(body),
             plan.pool.reader,
             finished_s,
         )
@@ -81,20 +80,6 @@ class Known:
         tools = self.body.get("tools")
         return tools if isinstance(tools, list) else []
 
-    @property
-    def has_one_hit(self) -> bool:
-        """Whether the reported hit is that of one prompt, looked up in the cache.
-
-        Of several prompts only the first is read but all are counted, and prompts whose own
-        probabilities are asked for are computed without the cache.
-        """
-        body = self.body
-        prompt = body.get("prompt")
-        if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list):
-            return False
-        is_one_choice = body.get("n") in (None, 1) and body.get("best_of") in (None, 1)
-        return is_one_choice and body.get("prompt_logprobs") is None and not body.get("echo")
-
     def has_text_only(self, *, since: int = 0) -> bool:
         """Whether the messages from ``since`` on carry nothing but text."""
         messages = self.body.get("messages")
@@ -105,6 +90,12 @@ class Known:
             if isinstance(content, list) and not all(map(_is_text, content)):
                 return False
         return True
+
+
+def num_messages(body: Mapping[str, Any]) -> int:
+    """Return how many messages a body has; 0 for completions."""
+    messages = body.get("messages")
+    return len(messages) if isinstance(messages, list) else 0
 
 
 def message_text(message: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from gateway.misses.known import Known
     from prefix_index.blocks import BlockHash
+    from prefix_index.draft import Prompt
 
 # About 20 bytes a token with its text, its ids and its share of a block hash: 40 MB when full.
 MAX_TOKENS = 2_000_000
@@ -57,14 +58,20 @@ class Memory:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def extended_by(self, known: Known) -> Entry | None:
-        """Return the longest remembered prompt that this one begins with, if it is not far."""
-        entries, end = self._entries, known.num_blocks
-        recent = known.prompt.block_hashes[max(0, end - MAX_LOOK_BACK) : end]
-        for block in reversed(recent):
-            if block in entries:
-                entry = entries[block]
-                return entry if entry.known.scope == known.scope else None
+    def extended_by(self, pool: str, tenant: str, prompt: Prompt, num_blocks: int) -> Entry | None:
+        """Return the longest remembered prompt that this one begins with, if it is not far.
+
+        Args:
+            pool: Where the prompt went.
+            tenant: Whose it is; prompts of others are not found.
+            prompt: The prompt.
+            num_blocks: Leading blocks of it that can be a hit.
+        """
+        entries, hashes = self._entries, prompt.block_hashes
+        for at in range(num_blocks - 1, max(-1, num_blocks - 1 - MAX_LOOK_BACK), -1):
+            entry = entries.get(hashes[at])
+            if entry is not None:
+                return entry if entry.known.scope == (pool, tenant) else None
         return None
 
     def replace(self, entry: Entry, known: Known, new_features: Sequence[int]) -> None:

@@ -11,30 +11,35 @@ import asyncio
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
 from gateway.misses.causes import Cause
 from gateway.misses.features import features, message_features
 from gateway.misses.finding import Finding, Finished, find, nearest
-from gateway.misses.known import Known
+from gateway.misses.known import Known, num_messages
 from gateway.misses.locate import Place
 from gateway.misses.memory import Memory
 from gateway.misses.tally import Loss, Tally
-from gateway.routing.ticket import Outcome
+from gateway.routing.outcome import Outcome, is_comparable
+from prefix_index.blocks import usable_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gateway.routing.dispatch import Plan, Ticket
+    from prefix_index.draft import Prompt
+
+_T = TypeVar("_T")
 
 # Prompts waiting to be compared; more than this in one burst are not.
 MAX_QUEUE = 256
-# Comparisons per second over a long time, and at once: one takes 1 to 20 ms of a thread, so this is
-# a few percent of a core at the worst, and ten a second still find what is common.
-COMPARED_PER_S = 10.0
-BURST = 256
+# What comparing may take of a core over a long time, and at once in seconds of CPU. One comparison
+# takes 1 to 50 ms by the prompt's length: one percent still compares a prompt a second, which finds
+# whatever is common within minutes, and no burst of new prompts takes a second core.
+COMPARED_SHARE = 0.01
+BURST_S = 2.0
 # Prompts that are compared in full with a new one: the best by shared features.
 MAX_TWINS = 3
 # A loss below this many blocks, or below this share of the prompt, is rounding, the phrases that
@@ -73,7 +78,7 @@ class MissReport:
         self._queue: deque[Finished] = deque()
         self._task: asyncio.Task[None] | None = None
         self._executor: ThreadPoolExecutor | None = None
-        self._credit = float(BURST)
+        self._credit_cpu_s = BURST_S
         self._credit_s = clock()
 
     def observe(self, plan: Plan, ticket: Ticket) -> None:
@@ -81,27 +86,29 @@ class MissReport:
         prompt = plan.prompt
         if prompt is None or ticket.outcome is not Outcome.OK:
             return
-        known = Known.from_plan(plan, prompt, self._clock())
-        if not known.num_blocks or not known.has_one_hit:
+        body = plan.inbound.body
+        num_blocks = usable_blocks(prompt.num_tokens, prompt.block_size)
+        if not num_blocks or not is_comparable(body):
             return
         observed = ticket.observed_hit_tokens
         hit = ticket.predicted_hit_tokens if observed is None else observed
-        hit = min(hit, known.usable_tokens)
-        tally = self.tally
-        tally.count("requests")
-        tally.count("prompt_tokens", prompt.num_tokens)
-        tally.count("hit_tokens", hit)
-        entry = self._memory.extended_by(known)
+        hit = min(hit, num_blocks * prompt.block_size)
+        self.tally.served(prompt.num_tokens, hit)
+        entry = self._memory.extended_by(plan.pool.name, plan.inbound.tenant, prompt, num_blocks)
         if entry is None:
-            self._enqueue(known, plan, ticket, hit)
+            self._enqueue(plan, prompt, ticket, hit)
             return
         before = entry.known
-        if known.has_text_only(since=before.num_messages):
-            self._memory.replace(entry, known, message_features(known, before.num_messages))
-        else:
-            self._memory.drop(entry)
+        # A prompt that is asked again, word for word, replaces nothing.
+        if before.prompt is not prompt or before.num_messages != num_messages(body):
+            known = Known.from_plan(plan, prompt, self._clock())
+            if known.has_text_only(since=before.num_messages):
+                self._memory.replace(entry, known, message_features(known, before.num_messages))
+            else:
+                self._memory.drop(entry)
         lost = before.usable_tokens - hit
         if lost >= MIN_LOST_BLOCKS * prompt.block_size:
+            known = Known.from_plan(plan, prompt, self._clock())
             self._count_uncached(_finished(known, plan, ticket, hit), before, lost)
 
     def report(self) -> dict[str, Any]:
@@ -141,22 +148,30 @@ class MissReport:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
 
-    def _enqueue(self, known: Known, plan: Plan, ticket: Ticket, hit: int) -> None:
+    def _enqueue(self, plan: Plan, prompt: Prompt, ticket: Ticket, hit: int) -> None:
         if len(self._queue) >= MAX_QUEUE or not self._may_compare():
             self.tally.count("not_compared")
             return
+        known = Known.from_plan(plan, prompt, self._clock())
         self._queue.append(_finished(known, plan, ticket, hit))
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._compare_queued())
 
     def _may_compare(self) -> bool:
         now_s = self._clock()
-        self._credit = min(BURST, self._credit + (now_s - self._credit_s) * COMPARED_PER_S)
+        earned_s = (now_s - self._credit_s) * COMPARED_SHARE
+        self._credit_cpu_s = min(BURST_S, self._credit_cpu_s + earned_s)
         self._credit_s = now_s
-        if self._credit < 1.0:
-            return False
-        self._credit -= 1.0
-        return True
+        return self._credit_cpu_s > 0.0
+
+    async def _run(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Run a part of a comparison in the thread, and pay for the CPU it takes."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "misses")
+        loop = asyncio.get_running_loop()
+        result, cpu_s = await loop.run_in_executor(self._executor, _timed, function, *args)
+        self._credit_cpu_s -= cpu_s
+        return result
 
     async def _compare_queued(self) -> None:
         try:
@@ -176,16 +191,13 @@ class MissReport:
         if not known.has_text_only():
             self.tally.count("not_compared")
             return
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, "misses")
-        run = asyncio.get_running_loop().run_in_executor
         identity = _identity(finished.plan, _IDENTITIES)
-        found = await run(self._executor, features, known, identity)
+        found = await self._run(features, known, identity)
         missed = known.usable_tokens - finished.hit_tokens
         minimum = MIN_LOST_BLOCKS * known.prompt.block_size
         twins = self._memory.near(found, MAX_TWINS) if missed >= minimum else []
         if twins:
-            twin, lost_behind, shared = await run(self._executor, nearest, finished, twins)
+            twin, lost_behind, shared = await self._run(nearest, finished, twins)
             if twin is not None:
                 await self._judge(finished, twin, lost_behind, shared)
         self.tally.count("compared")
@@ -195,8 +207,7 @@ class MissReport:
         block_size = finished.known.prompt.block_size
         minimum = MIN_LOST_BLOCKS * block_size
         if lost >= max(minimum, MIN_LOST_RATIO * finished.known.usable_tokens):
-            run = asyncio.get_running_loop().run_in_executor
-            finding = await run(self._executor, find, finished, twin, lost, shared)
+            finding = await self._run(find, finished, twin, lost, shared)
             self._count(finished, finding)
         uncached = shared * block_size - finished.hit_tokens
         if uncached >= minimum:
@@ -237,6 +248,12 @@ class MissReport:
                 example,
             )
         )
+
+
+def _timed(function: Callable[..., _T], *args: Any) -> tuple[_T, float]:
+    """Return what a function returns, and the CPU seconds of this thread that it took."""
+    begun_s = time.thread_time()
+    return function(*args), time.thread_time() - begun_s
 
 
 def _finished(known: Known, plan: Plan, ticket: Ticket, hit: int) -> Finished:

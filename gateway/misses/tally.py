@@ -88,6 +88,13 @@ class Tally:
         """Add to one of the totals."""
         self._counts[0][name] += value
 
+    def served(self, prompt_tokens: int, hit_tokens: int) -> None:
+        """Count a request; on the path of every one."""
+        counts = self._counts[0]
+        counts["requests"] += 1
+        counts["prompt_tokens"] += prompt_tokens
+        counts["hit_tokens"] += hit_tokens
+
     def add(self, loss: Loss) -> None:
         """Count one request's loss."""
         self.rotate()

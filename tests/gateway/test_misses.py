@@ -15,7 +15,7 @@ from gateway.misses.causes import ADVICE, Cause
 from gateway.misses.compare import known_tokens, shared_blocks
 from gateway.misses.memory import Memory
 from gateway.misses.metrics import MissCollector
-from gateway.misses.report import BURST, MissReport
+from gateway.misses.report import MAX_QUEUE, MissReport
 from gateway.routing.dispatch import Outcome, Usage
 from gateway.telemetry.requests import Telemetry
 from tests.gateway.miss_parts import HANDBOOK, Shop, message, reader, tool
@@ -310,14 +310,14 @@ async def test_more_than_can_be_compared_is_counted_not_queued() -> None:
     shop.clock.now_s = 0.0
     frozen = MissReport(clock=lambda: 0.0)
     served = await shop.serve(conversation(2))
-    for n in range(BURST + 44):
+    for n in range(MAX_QUEUE + 44):
         served.plan.inbound.body["messages"][-1]["content"] = f"{n} is a number of its own kind"
         plan = await shop.routes.plan(shop.pool, served.plan.inbound, in_full=True)
         frozen.observe(plan, served.ticket)
     await frozen.settled()
 
     totals = frozen.report()["totals"]
-    assert totals["compared"] + totals["not_compared"] == BURST + 44
+    assert totals["compared"] + totals["not_compared"] == MAX_QUEUE + 44
     assert totals["not_compared"] >= 44
     await frozen.close()
 
