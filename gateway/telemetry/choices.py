@@ -9,9 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prometheus_client import Counter
-
-    from gateway.telemetry.factory import Factory
+    from gateway.telemetry.factory import Count, Counter, Factory
     from gateway.telemetry.record import RequestRecord
 
 # A wait ends with the next free worker, within a few steps, or at the pool's deadline.
@@ -48,7 +46,7 @@ class Choices:
             *("pool", "allows"),
         )
         # Children looked up once: ``labels`` costs more than counting.
-        self._children: dict[tuple[Counter, str, str], Counter] = {}
+        self._children: dict[tuple[Counter, str, str], Count] = {}
 
     def add(self, record: RequestRecord) -> None:
         """Count one finished request."""

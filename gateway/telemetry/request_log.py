@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
+from functools import lru_cache
+from time import time
 from typing import TYPE_CHECKING
 
 import orjson
@@ -28,16 +30,15 @@ class RequestLog:
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
-        self._lines: list[bytes] = []
+        self._waiting: list[tuple[float, RequestRecord]] = []
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, record: RequestRecord) -> None:
         """Note a finished request; its line is written within ``FLUSH_S``."""
-        # The record is serialised as it is, null where nothing is known: picking fields in Python
-        # cost more than everything else here together.
-        head = b'{"event":"request_finished","level":"info","timestamp":"%s",' % _now()
-        self._lines.append(head + orjson.dumps(record)[1:])
-        if len(self._lines) >= MAX_WAITING_LINES:
+        # Serialised together, when the code and the data for it are at hand.
+        waiting = self._waiting
+        waiting.append((time(), record))
+        if len(waiting) >= MAX_WAITING_LINES:
             self.flush()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
@@ -47,12 +48,22 @@ class RequestLog:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._lines:
-            self._lines.append(b"")
-            self._stream.write(b"\n".join(self._lines))
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            lines = [_line(at_s, record) for at_s, record in waiting]
+            self._stream.write(b"".join(lines))
             self._stream.flush()
-            self._lines = []
 
 
-def _now() -> bytes:
-    return datetime.now(UTC).isoformat(timespec="milliseconds").encode()
+def _line(at_s: float, record: RequestRecord) -> bytes:
+    # The record is serialised as it is, null where nothing is known: picking fields in Python cost
+    # more than everything else here together.
+    head = b'{"event":"request_finished","level":"info","timestamp":"%s",' % _stamp(int(at_s * 1e3))
+    return head + orjson.dumps(record)[1:] + b"\n"
+
+
+# Requests of one millisecond stand together.
+@lru_cache(maxsize=8)
+def _stamp(at_ms: int) -> bytes:
+    at = datetime.fromtimestamp(at_ms / 1e3, UTC)
+    return at.isoformat(timespec="milliseconds").encode()

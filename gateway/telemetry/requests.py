@@ -20,9 +20,9 @@ from gateway.telemetry.window import Window
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from prometheus_client import Counter, Histogram
     from prometheus_client.registry import Collector
 
+    from gateway.telemetry.factory import Count, Distribution
     from gateway.telemetry.record import RequestRecord
 
 # OpenTelemetry's GenAI buckets, longer at the end for prefills of 100k tokens.
@@ -184,18 +184,18 @@ class Telemetry:
 class _RequestSeries:
     """The children one kind of request counts into, looked up once."""
 
-    finished: Counter
-    decided: Counter
-    retries: Counter
-    prompt: Counter
-    predicted: Counter
-    observed: Counter
-    error: Counter
-    completion: Counter
-    ttft: Histogram
-    predicted_ttft: Histogram
-    duration: Histogram
-    route: Histogram
+    finished: Count
+    decided: Count
+    retries: Count
+    prompt: Count
+    predicted: Count
+    observed: Count
+    error: Count
+    completion: Count
+    ttft: Distribution
+    predicted_ttft: Distribution
+    duration: Distribution
+    route: Distribution
 
     def add(self, record: RequestRecord) -> None:
         self.finished.inc()
