@@ -10,8 +10,9 @@ from aiohttp import web
 
 from gateway.supervisor.documents import merge_index, merge_misses, merge_workers, merge_worth
 from gateway.supervisor.exposition import merge, render
-from gateway.supervisor.peers import PEER_HEADER, Answer, passed_on
+from gateway.supervisor.peers import PEER_HEADER, STREAMED, Answer, passed_on
 from gateway.supervisor.windows import gauge_lines
+from gateway.warm.merge import merge_documents, merge_purges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,11 @@ MERGED: dict[str, Callable[[list[dict[str, Any]]], dict[str, Any]]] = {
     "/admin/v1/index": merge_index,
     "/admin/v1/misses": merge_misses,
     "/admin/v1/worth": merge_worth,
+    "/admin/v1/documents": merge_documents,
+}
+# Likewise, for what all processes do.
+MERGED_POSTS: dict[str, Callable[[list[dict[str, Any]]], dict[str, Any]]] = {
+    "/admin/v1/purge": merge_purges,
 }
 # One process is enough: they change nothing, or what they do is done once.
 BY_ONE = frozenset(("/admin/v1/explain", "/admin/v1/warm"))
@@ -62,7 +68,7 @@ class Operations:
         """
         app = web.Application(client_max_size=self._max_body_bytes)
 
-        async def admin(request: web.Request) -> web.Response:
+        async def admin(request: web.Request) -> web.StreamResponse:
             peer = request.headers.get(PEER_HEADER) if is_internal else request.remote
             return await self._admin(request, passed_on(request, peer))
 
@@ -98,10 +104,15 @@ class Operations:
         status = {"status": "ready" if num_ready else "not_ready", "processes": num_ready}
         return web.json_response(status, status=200 if num_ready else 503)
 
-    async def _admin(self, request: web.Request, headers: dict[str, str]) -> web.Response:
+    async def _admin(self, request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
         body = await request.read()
         living = [child for child in self._children if child.is_ready]
-        merged = MERGED.get(request.path) if request.method == "GET" else None
+        if living and (request.method, request.path) in STREAMED:
+            try:
+                return await living[0].peer.stream(request, headers)
+            except ConnectionError:
+                return _unavailable()
+        merged = (MERGED if request.method == "GET" else MERGED_POSTS).get(request.path)
         if merged is None and (request.method == "GET" or request.path in BY_ONE):
             living = living[:1]
         asked = await asyncio.gather(

@@ -23,6 +23,8 @@ PEER_HEADER = "x-warmlane-peer"
 # What of an operator's request matters to the endpoints.
 _PASSED_ON = ("authorization", "content-type", "x-request-id", "accept")
 _RETURNED = ("content-type", "x-request-id", "retry-after")
+# Answers that come line by line, for as long as the work takes.
+STREAMED = frozenset({("POST", "/admin/v1/warm")})
 # An explanation of a long unseen prompt takes a second; nothing takes longer.
 TIMEOUT_S = 10.0
 
@@ -40,6 +42,45 @@ class Peer:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._session: aiohttp.ClientSession | None = None
 
+    def _connected(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.UnixConnector(self._path),
+                timeout=self._timeout,
+                auto_decompress=False,
+            )
+        return self._session
+
+    async def stream(self, request: web.Request, headers: Mapping[str, str]) -> web.StreamResponse:
+        """Pass a request on, and its answer back as it comes, however long that takes.
+
+        Whoever asked and leaves ends it on the other side, too: this handler is cancelled then.
+
+        Raises:
+            ConnectionError: If nobody answers, or the answer breaks off.
+        """
+        body = await request.read()
+        try:
+            async with self._connected().request(
+                request.method,
+                f"http://gateway{request.path_qs}",
+                headers=headers,
+                data=body or None,
+                timeout=aiohttp.ClientTimeout(sock_connect=self._timeout.total),
+            ) as answer:
+                found = {name.lower(): value for name, value in answer.headers.items()}
+                response = web.StreamResponse(
+                    status=answer.status,
+                    headers={name: found[name] for name in _RETURNED if name in found},
+                )
+                await response.prepare(request)
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
+                await response.write_eof()
+                return response
+        except (aiohttp.ClientError, OSError) as error:
+            raise ConnectionError(f"{self._path}: {type(error).__name__}") from error
+
     async def ask(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
     ) -> Answer:
@@ -48,14 +89,8 @@ class Peer:
         Raises:
             ConnectionError: If nobody answers (in time).
         """
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.UnixConnector(self._path),
-                timeout=self._timeout,
-                auto_decompress=False,
-            )
         try:
-            async with self._session.request(
+            async with self._connected().request(
                 method, f"http://gateway{path}", headers=headers, data=body or None
             ) as response:
                 return Answer(response.status, dict(response.headers), await response.read())
@@ -101,9 +136,11 @@ async def as_from_peer(request: web.Request, handler: Handler) -> web.StreamResp
 def relay_routes(supervisor: Peer) -> list[web.RouteDef]:
     """Return a child's routes on the client port that the supervisor answers."""
 
-    async def relay(request: web.Request) -> web.Response:
+    async def relay(request: web.Request) -> web.StreamResponse:
         headers = passed_on(request, request.remote)
         try:
+            if (request.method, request.path) in STREAMED:
+                return await supervisor.stream(request, headers)
             answer = await supervisor.ask(
                 request.method, request.path_qs, headers, await request.read()
             )

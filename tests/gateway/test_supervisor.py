@@ -17,6 +17,7 @@ import pytest
 
 from tests.fakes.engine import DONE, FINISH, ROLE, RawEngine, content, openai_engine, stream
 from tests.fakes.gateway import RawClient, chat, wire
+from tests.gateway.warm_parts import Caching, byte_tokenizer_dir, end, item
 from tests.support import free_port, poll_until
 from tests.valkey import Valkey, valkey
 
@@ -77,13 +78,22 @@ class Serving:
 
 @asynccontextmanager
 async def serving(
-    folder: Path, valkey: Valkey, engine_url: str, *, wait: bool = True, **server: Any
+    folder: Path,
+    valkey: Valkey,
+    engine_url: str,
+    *,
+    wait: bool = True,
+    pool: dict[str, Any] | None = None,
+    **server: Any,
 ) -> AsyncIterator[Serving]:
     port = server.setdefault("port", free_port())
     config = {
         "server": {"host": "127.0.0.1", "processes": 2, "drain_s": 20, **server},
         "index": {"backend": "redis", "url": valkey.url},
-        "pools": [{"name": "chat", "models": ["m"], "workers": [{"id": "w0", "url": engine_url}]}],
+        "pools": [
+            {"name": "chat", "models": ["m"], "workers": [{"id": "w0", "url": engine_url}]}
+            | (pool or {})
+        ],
     }
     path = folder / "warmlane.json"
     path.write_text(json.dumps(config))
@@ -275,3 +285,36 @@ async def test_a_configuration_that_no_process_can_use_ends_the_start(
         assert await gw.ended() == 1
 
     assert "WL_NOT_SET" in (tmp_path / "log").read_text()
+
+
+async def test_a_warm_up_streams_through_the_supervisor(tmp_path: Path, valkey: Valkey) -> None:
+    engine = Caching(prefill_token_s=5e-4)
+    pool = {"engine": "vllm", "tokenizer": str(byte_tokenizer_dir(tmp_path)), "block_size": 16}
+    body = {"model": "m", "items": [item(f"d{k}") for k in range(4)]}
+    async with (
+        RawEngine(engine.respond) as raw,
+        serving(tmp_path, valkey, raw.url, pool=pool) as gateway,
+        httpx.AsyncClient(timeout=30, trust_env=False) as client,
+    ):
+        async with client.stream("POST", gateway.url + "/admin/v1/warm", json=body) as answer:
+            assert answer.status_code == 200
+            events = [json.loads(line) async for line in answer.aiter_lines() if line]
+        assert end(events)["warm"] == 4
+        # A client that leaves ends the run in the process that does it.
+        engine.held.clear()
+        async with client.stream(
+            "POST", gateway.url + "/admin/v1/warm", json=body | {"run_id": "left"}
+        ) as answer:
+            await anext(answer.aiter_lines())
+
+        async def is_over() -> bool:
+            runs = (await gateway.get("/admin/v1/warm")).json()["runs"]
+            return bool(runs[0]["run_id"] == "left" and runs[0]["state"] == "stopped")
+
+        await poll_until(is_over, deadline_s=20.0, what="the run is stopped")
+        found = (await gateway.get("/admin/v1/documents")).json()
+        assert found["total"]["warmed"] == 4
+        url = gateway.url + "/admin/v1/purge"
+        assert (await client.post(url, json={})).status_code == 400
+        told = (await client.post(url, json={"document": "d0"})).json()
+        assert told["removed"]["warmed_prefixes"] == 1
