@@ -150,7 +150,7 @@ class BodyTooLarge(InvalidRequest):
 
 
 class UnsupportedEncoding(InvalidRequest):
-    """The body is compressed."""
+    """The body is compressed in a way that cannot be undone here."""
 
     status = 415
 

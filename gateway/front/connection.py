@@ -21,6 +21,7 @@ from gateway.front.head import Head
 from gateway.front.raw_exchange import RawExchange
 
 if TYPE_CHECKING:
+    from gateway.front.exchange import FrontLimits
     from gateway.front.raw import RawFront
 
 _HOT_PATHS = {
@@ -113,6 +114,11 @@ class RawConnection(asyncio.Protocol):
             self._next()
 
     # Called by the front and the exchange.
+
+    @property
+    def limits(self) -> FrontLimits:
+        """Bounds on what this client may send."""
+        return self._front.limits
 
     async def drain(self) -> None:
         """Wait until writing may go on.

@@ -12,7 +12,8 @@ from abc import ABC, abstractmethod
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Protocol
 
-from gateway.errors import BodyTooLarge, ExpectationFailed, InvalidRequest, UnsupportedEncoding
+from gateway.errors import BodyTooLarge, ExpectationFailed, InvalidRequest
+from gateway.front.decoding import content_coding
 
 if TYPE_CHECKING:
     import asyncio
@@ -47,6 +48,10 @@ class FrontLimits(Protocol):
     @property
     def body_bytes(self) -> int:
         """Most bytes of a body."""
+
+    @property
+    def decompressed_bytes(self) -> int:
+        """Most bytes of a body once it is decompressed."""
 
     @property
     def body_s(self) -> float:
@@ -143,7 +148,7 @@ class Exchange(ABC):
 
     @abstractmethod
     async def read_body(self) -> bytes:
-        """Return the whole body.
+        """Return the whole body, decompressed.
 
         Raises:
             InvalidRequest: If it is too long, broken or does not come in time.
@@ -184,11 +189,7 @@ class Exchange(ABC):
         length = self.content_length
         if length is not None and length > max_bytes:
             raise BodyTooLarge(f"The body is {length} bytes, the limit is {max_bytes}.")
-        encoding = self.headers.get("content-encoding")
-        if encoding is not None and encoding.strip().lower() not in ("", "identity"):
-            raise UnsupportedEncoding(
-                f"Bodies with content-encoding {encoding!r} are not accepted; send it uncompressed."
-            )
+        content_coding(self.headers.get("content-encoding"))
         # RFC 9110, 10.1.1: an HTTP/1.0 client's expectation is to be ignored.
         expected = self.headers.get("expect") if self.is_http11 else None
         if expected is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gateway.front.decoding import content_coding, decoded
 from gateway.front.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class RawExchange(Exchange):
         return self.body is not None
 
     async def read_body(self) -> bytes:
-        """Return the whole body.
+        """Return the whole body, decompressed.
 
         Raises:
             InvalidRequest: If it is too long, broken or does not come in time.
@@ -56,7 +57,11 @@ class RawExchange(Exchange):
                 raise self.failure
             self._waiter = self._connection.loop.create_future()
             await self._waiter
-        return self.body
+        coding = self.headers.get("content-encoding")
+        if coding is None:
+            return self.body
+        max_bytes = self._connection.limits.decompressed_bytes
+        return await decoded(self.body, content_coding(coding), max_bytes)
 
     async def drain(self) -> None:
         """Wait until the client has taken enough to send more.

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import orjson
 from aiohttp import web
 
-from gateway.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedEncoding
+from gateway.errors import BodyTimeout, BodyTooLarge, InvalidRequest
+from gateway.front.decoding import content_coding, decoded
 from prefix_index.canonical.spans import is_repeated, may_hide_names, members
 
 if TYPE_CHECKING:
@@ -45,17 +46,18 @@ def check_length(request: web.Request, limits: Limits) -> None:
 
 
 async def read_body(request: web.Request, limits: Limits) -> bytes:
-    """Return the whole body.
+    """Return the whole body, decompressed.
 
     Raises:
-        InvalidRequest: If it is too long, compressed, broken or does not come in time.
+        InvalidRequest: If it is too long, broken or does not come in time.
     """
     check_length(request, limits)
-    encoding = request.headers.get("content-encoding")
-    if encoding is not None and encoding.strip().lower() not in ("", "identity"):
-        raise UnsupportedEncoding(
-            f"Bodies with content-encoding {encoding!r} are not accepted; send it uncompressed."
-        )
+    coding = content_coding(request.headers.get("content-encoding"))
+    body = await _read_sent(request, limits)
+    return await decoded(body, coding, limits.decompressed_bytes)
+
+
+async def _read_sent(request: web.Request, limits: Limits) -> bytes:
     content = request.content
     # Most bodies came together with their head: no waiting, no timer, no copy.
     if content.is_eof() and content.exception() is None:

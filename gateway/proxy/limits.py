@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Limits:
     """Plain numbers of the data plane; the defaults are those of the configuration.
 
-    ``decompressed_bytes`` bounds an answer that a worker sent compressed. ``retry_ratio`` is the
+    ``decompressed_bytes`` bounds what clients and workers sent compressed. ``retry_ratio`` is the
     share of recent requests that may be retried, ``attempts`` the most tries of one request.
     """
 

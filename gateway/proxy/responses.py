@@ -58,7 +58,7 @@ class AiohttpExchange(Exchange):
         return self._request.content.is_eof()
 
     async def read_body(self) -> bytes:
-        """Return the whole body.
+        """Return the whole body, decompressed.
 
         Raises:
             InvalidRequest: If it is too long, broken or does not come in time.

@@ -6,8 +6,12 @@ import asyncio
 import gzip
 import io
 import json
+import random
+import zlib
+from collections.abc import Callable
 from typing import Any
 
+import brotli
 import pytest
 
 from gateway.proxy.limits import Limits
@@ -194,14 +198,70 @@ async def test_a_body_that_does_not_arrive_times_out() -> None:
     assert (status, error_in(body)["type"]) == (408, "timeout_error")
 
 
-@pytest.mark.parametrize("coding", ["gzip", "zstd"])
-async def test_a_compressed_body_is_refused_with_a_clear_message(coding: str) -> None:
-    packed = gzip.compress(BODY)
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "x-gzip": gzip.compress,
+    "deflate": zlib.compress,
+    "br": brotli.compress,
+}
+
+
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["sized", "chunked"])
+@pytest.mark.parametrize("size", [10, 200_000])
+@pytest.mark.parametrize("coding", PACKERS)
+async def test_a_compressed_body_is_forwarded_uncompressed(
+    coding: str, size: int, is_chunked: bool
+) -> None:
+    # Text that hardly shrinks, so that the large one is decompressed in a thread.
+    body = json.dumps(chat(random.Random(1).randbytes(size).hex())).encode()
+    packed = PACKERS[coding](body)
+    data = wire(packed, f"content-encoding: {coding}")
+    if is_chunked:
+        chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(packed), packed)
+        data = wire(chunks, f"content-encoding: {coding.upper()}", "transfer-encoding: chunked")
     async with openai_engine() as engine, gateway(engine.url) as gw:
-        status, _, body = await exchange(gw.port, wire(packed, f"content-encoding: {coding}"))
+        assert (await exchange(gw.port, data))[0] == 200
+    seen = engine.seen[0]
+
+    assert seen.body == body
+    assert seen.headers["content-length"] == str(len(body))
+    assert "content-encoding" not in seen.headers
+
+
+@pytest.mark.parametrize("coding", PACKERS)
+@pytest.mark.parametrize("size", [3000, 20 << 20], ids=["just over", "bomb"])
+async def test_a_body_that_grows_beyond_its_limit_is_refused(coding: str, size: int) -> None:
+    packed = PACKERS[coding](json.dumps(chat("a" * size)).encode())
+    limits = Limits(decompressed_bytes=3000)
+    async with openai_engine() as engine, gateway(engine.url, limits=limits) as gw:
+        data = wire(packed, f"content-encoding: {coding}")
+        status, _, body = await exchange(gw.port, data)
+
+    assert (status, error_in(body)["type"]) == (413, "invalid_request_error")
+    assert "3000" in error_in(body)["message"]
+    assert engine.num_connections == 0
+
+
+@pytest.mark.parametrize("how", ["plain", "cut off", "bytes behind", "empty"])
+@pytest.mark.parametrize("coding", PACKERS)
+async def test_a_body_that_is_not_in_its_coding_is_refused(coding: str, how: str) -> None:
+    packed = PACKERS[coding](BODY)
+    sent = {"plain": BODY, "cut off": packed[:-2], "bytes behind": packed + BODY, "empty": b""}[how]
+    async with openai_engine() as engine, gateway(engine.url) as gw:
+        status, _, body = await exchange(gw.port, wire(sent, f"content-encoding: {coding}"))
+
+    assert (status, error_in(body)["code"]) == (400, "bad_encoding")
+    assert engine.num_connections == 0
+
+
+@pytest.mark.parametrize("coding", ["zstd", "gzip, gzip", "compress"])
+async def test_an_unknown_coding_is_refused_with_a_clear_message(coding: str) -> None:
+    async with openai_engine() as engine, gateway(engine.url) as gw:
+        status, _, body = await exchange(gw.port, wire(BODY, f"content-encoding: {coding}"))
 
     assert status == 415
-    assert "uncompressed" in error_in(body)["message"]
+    assert "gzip, deflate, br" in error_in(body)["message"]
+    assert engine.num_connections == 0
 
 
 async def test_expect_100_continue_gets_its_interim_answer_before_the_body() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import zlib
 
+import brotli
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -147,9 +148,10 @@ def test_a_ratio_of_zero_means_no_retries_at_all() -> None:
     assert not budget.take()
 
 
-@given(st.binary(max_size=3000), st.integers(1, 700), st.sampled_from([b"gzip", b"deflate"]))
+@given(st.binary(max_size=3000), st.integers(1, 700), st.sampled_from([b"gzip", b"deflate", b"br"]))
 def test_any_split_inflates_to_the_same_bytes(plain: bytes, size: int, encoding: bytes) -> None:
-    packed = gzip.compress(plain) if encoding == b"gzip" else zlib.compress(plain)
+    pack = {b"gzip": gzip.compress, b"deflate": zlib.compress, b"br": brotli.compress}[encoding]
+    packed = pack(plain)
     inflater = Inflater(encoding, 3000)
     pieces = [inflater.feed(packed[i : i + size]) for i in range(0, len(packed), size)]
     inflater.end()
