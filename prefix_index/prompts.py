@@ -60,6 +60,8 @@ class PromptReader:
     Attributes:
         engine: As given.
         fingerprint: Hex identity of all that turns a body into tokens.
+        is_timeless: Whether a body always becomes the same tokens; not with a template that prints
+            the date.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class PromptReader:
         self.block_size = block_size
         self.engine = engine
         self.fingerprint = fingerprint(engine, tokenizer.fingerprint, template, options)
+        self.is_timeless = template is None or not template.prints_date
         self._tokenizer = tokenizer
         self._renderer = build_renderer(engine, template, options) if template else None
         self._model = model

@@ -17,6 +17,7 @@ from gateway.proxy.delivery import own_lines
 from gateway.proxy.forward import Proxy
 from gateway.proxy.headers import TrustedPeers, request_id_from
 from gateway.proxy.responses import AiohttpExchange, json_response
+from gateway.routing.bodies import KnownBodies
 from gateway.routing.dispatch import Inbound, Outcome
 from gateway.telemetry.record import RequestRecord
 
@@ -71,6 +72,7 @@ class Api:
         self._limits = limits
         self._lifecycle = lifecycle
         self._clock = clock
+        self._bodies = KnownBodies()
         self.trusted_peers = TrustedPeers()
         self.proxy = Proxy(dispatcher, limits, lifecycle, clock, rewriters)
 
@@ -154,14 +156,18 @@ class Api:
         exchange.admit_body(self._limits.body_bytes)
         body = await exchange.read_body()
         surface = _SURFACES[exchange.path]
-        document = parse_body(body, surface)
-        model = record.model = document["model"]
-        record.stream = document.get("stream") is True
         if self.trusted_peers and (transport := exchange.transport) is not None:
             peer = transport.get_extra_info("peername")
             record.tenant = self.trusted_peers.tenant(exchange.head.raw, peer)
+        known = self._bodies.find(record.tenant, surface, body)
+        if known is None:
+            document = parse_body(body, surface)
+            known = self._bodies.add(record.tenant, surface, body, document)
+        document = known.document
+        model = record.model = document["model"]
+        record.stream = document.get("stream") is True
         inbound = Inbound(
-            surface, document, exchange.headers, model, record.tenant, record.request_id
+            surface, document, exchange.headers, model, record.tenant, record.request_id, known
         )
         await self.proxy.forward(exchange, inbound, body, record, started_s)
 

@@ -217,7 +217,7 @@ def _names(form: Canonical) -> tuple[str, ...]:
 
 
 def _with_body(inbound: Inbound, body: Mapping[str, Any]) -> Inbound:
-    return replace(inbound, body=dict(body))
+    return replace(inbound, body=dict(body), known=None)
 
 
 def _entry(rule: AppliedRule, saved: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gateway.routing.affinity import AffinityKey
+    from gateway.routing.bodies import KnownBody
     from gateway.routing.pool import Pool
     from gateway.routing.rollout import Rule
     from gateway.routing.routes import Route
@@ -30,6 +31,7 @@ class Inbound:
         model: Model name the client asked for.
         tenant: Tenant name; empty when there are none.
         request_id: For logs and explain.
+        known: The body with what was read of it before, if it is kept; not after a rewrite.
     """
 
     surface: Literal["chat", "completions"]
@@ -38,6 +40,7 @@ class Inbound:
     model: str
     tenant: str = ""
     request_id: str = ""
+    known: KnownBody | None = None
 
 
 @dataclass(slots=True)

@@ -73,15 +73,21 @@ class Reading:
         plan = Plan(pool, inbound, 0, adapter=pool.adapter_of(inbound.model))
         if reader is None:
             return _unread(plan, "no_tokenizer")
+        known, salt = inbound.known, _salt(inbound)
+        if known is not None:
+            prompt = known.prompt(reader, plan.adapter, salt)
+            if prompt is not None:
+                plan.take(prompt)
+                return plan
         try:
-            draft = _draft(reader, inbound, plan.adapter)
+            draft = _draft(reader, inbound, plan.adapter, salt)
             unknown_chars = draft.unknown_chars
             known_chars = draft.known_tokens * pool.chars_per_token
             limit = MAX_TAIL_CHARS if known_chars >= unknown_chars else MAX_INLINE_CHARS
             if unknown_chars <= limit:
-                plan.take(draft.complete())
+                _take(plan, reader, draft.complete())
             else:
-                await self._read_behind(plan, draft, unknown_chars, in_full)
+                await self._read_behind(plan, reader, draft, unknown_chars, in_full)
         except Exception as error:  # templates and tokenizers raise what they like
             # Never the request's end: counted, told in the plan, and routed by its text.
             reason = type(error).__name__
@@ -90,7 +96,12 @@ class Reading:
         return plan
 
     async def _read_behind(
-        self, plan: Plan, draft: Draft, unknown_chars: int, in_full: bool
+        self,
+        plan: Plan,
+        reader: PromptReader,
+        draft: Draft,
+        unknown_chars: int,
+        in_full: bool,
     ) -> None:
         pool = plan.pool
         begins = draft.beginning(by_text=unknown_chars > MAX_INLINE_CHARS)
@@ -103,7 +114,7 @@ class Reading:
             return
         self.backlog_chars += unknown_chars
         plan.is_behind = True
-        tell = partial(self._arrived, plan, draft.known_tokens, unknown_chars)
+        tell = partial(self._arrived, plan, reader, draft.known_tokens, unknown_chars)
         self._threads.start(Job(draft, asyncio.get_running_loop(), tell))
         if in_full:
             await _settled(plan)
@@ -115,6 +126,7 @@ class Reading:
     def _arrived(
         self,
         plan: Plan,
+        reader: PromptReader,
         known_tokens: int,
         unknown_chars: int,
         prompt: Prompt | None,
@@ -129,6 +141,7 @@ class Reading:
             return
         new_tokens = max(1, prompt.num_tokens - known_tokens)
         pool.chars_per_token += RATIO_ALPHA * (unknown_chars / new_tokens - pool.chars_per_token)
+        _remember(plan, reader, prompt)
         plan.settle(prompt)
 
 
@@ -146,11 +159,28 @@ def _unread(plan: Plan, reason: str) -> Plan:
     return Plan(plan.pool, inbound, tokens, unread=reason, adapter=plan.adapter)
 
 
-def _draft(reader: PromptReader, inbound: Inbound, adapter: str) -> Draft:
+def _take(plan: Plan, reader: PromptReader, prompt: Prompt) -> None:
+    _remember(plan, reader, prompt)
+    plan.take(prompt)
+
+
+def _remember(plan: Plan, reader: PromptReader, prompt: Prompt) -> None:
+    known = plan.inbound.known
+    if known is not None:
+        known.remember(reader, plan.adapter, _salt(plan.inbound), prompt)
+
+
+def _salt(inbound: Inbound) -> str:
+    """Return what keeps a prompt's blocks apart from equal ones.
+
+    What is hashed is what is forwarded: the engine separates prompts by this salt.
+    """
+    salt = inbound.body.get("cache_salt")
+    return salt if isinstance(salt, str) else ""
+
+
+def _draft(reader: PromptReader, inbound: Inbound, adapter: str, salt: str) -> Draft:
     body = inbound.body
-    # What is hashed is what is forwarded: the engine separates prompts by this salt.
-    salt = body.get("cache_salt")
-    salt = salt if isinstance(salt, str) else ""
     if inbound.surface == "chat":
         return reader.chat(body, adapter=adapter, salt=salt)
     prompt = body.get("prompt")
