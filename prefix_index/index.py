@@ -171,7 +171,8 @@ class Index:
     def match(self, hashes: Sequence[BlockHash]) -> dict[str, Hit]:
         """Return the leading hit of each worker that has one.
 
-        O(different hit lengths x log(len(hashes))) look-ups; for workers that hold blocks outside
+        Two look-ups for a prompt that its holders hold to its end, else
+        O(different hit lengths x log(len(hashes))); for workers that hold blocks outside
         GPU memory also one step per run of blocks that were stored together, up to 128 runs; the
         tiers of what lies before them are sampled.
 
@@ -183,9 +184,16 @@ class Index:
         blocks, live = self._view.blocks, self._live
         find, states, visible = blocks.find, blocks.state, self._view.states.visible
         first = visible[states[find(hashes[0])]] & live
+        if not first:
+            return {}
         lengths: dict[Holder, int] = {}
+        num_blocks = len(hashes)
+        # Most prompts were asked before, so that whoever sees their beginning sees all of them.
+        last = visible[states[find(hashes[-1])]] & live
+        if last:
+            self._add_lengths(lengths, last, num_blocks)
         # (low, its mask, high, its mask): whoever sees low but not high ends in between.
-        spans = [(0, first, len(hashes), 0)] if first else []
+        spans = [(0, first, num_blocks - 1, last)] if first != last else []
         while spans:
             low, low_mask, high, high_mask = spans.pop()
             if high - low == 1:

@@ -54,20 +54,28 @@ class Residency:
         self._clock += 1
         if self._clock >> _STAMP_BITS:  # after 49 days of 1,000 requests/s; a model is soon rebuilt
             self.clear()
+        blocks, last = self._blocks, hashes[-1]
+        slot = blocks.find(last)
+        state = blocks.state[slot]
         # The index may have lost an end to feedback or to its own bound, never a middle.
-        if not self._is_held(hashes[-1]):  # else it is a prompt asked again, the common case
-            end = len(hashes) - 1
-            held = bisect_left(hashes, 1, hi=end, key=lambda block: not self._is_held(block))
-            if held:
-                parent = hashes[held - 1]
-            new = list(hashes[held:])
-            known = held + sum(map(self._is_modelled, new))
-            if known:
-                # The end of what the model has is used now, so making room cannot take it.
-                self._use(hashes[known - 1])
-            self._make_room(len(hashes) - known)
-            self._store(new, parent)
-        self._use(hashes[-1])
+        if state >= _HELD and self._index.holds(self._worker, last, "gpu"):
+            # A prompt that is asked again, the common case.
+            blocks.stamp[slot] = self._clock
+            if state == _HELD:
+                self._queue(slot)
+            return
+        end = len(hashes) - 1
+        held = bisect_left(hashes, 1, hi=end, key=lambda block: not self._is_held(block))
+        if held:
+            parent = hashes[held - 1]
+        new = list(hashes[held:])
+        known = held + sum(map(self._is_modelled, new))
+        if known:
+            # The end of what the model has is used now, so making room cannot take it.
+            self._use(hashes[known - 1])
+        self._make_room(len(hashes) - known)
+        self._store(new, parent)
+        self._use(last)
 
     def clear(self) -> None:
         """Forget everything: the worker restarted."""

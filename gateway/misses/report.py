@@ -22,7 +22,7 @@ from gateway.misses.known import Known, num_messages
 from gateway.misses.locate import Place
 from gateway.misses.memory import Memory
 from gateway.misses.tally import Loss, Tally
-from gateway.routing.outcome import Outcome, is_comparable
+from gateway.routing.outcome import Outcome
 from prefix_index.blocks import usable_blocks
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class MissReport:
             return
         body = plan.inbound.body
         num_blocks = usable_blocks(prompt.num_tokens, prompt.block_size)
-        if not num_blocks or not is_comparable(body):
+        if not num_blocks or not plan.is_comparable:
             return
         observed = ticket.observed_hit_tokens
         hit = ticket.predicted_hit_tokens if observed is None else observed

@@ -81,7 +81,7 @@ class Proxy:
             head.lines = to_worker(head.raw, named, self.limits.head_bytes)
         headers = b"%bx-request-id: %b\r\n" % (head.lines, record.request_id.encode())
         routing_s = self.clock()
-        form = await self._routed(target, inbound, body)
+        form = self._known(target, inbound, body) or await self._routed(target, inbound, body)
         decision = self.dispatcher.choose(form.plan)
         record.route_s = self.clock() - routing_s
         sending = Sending(self, exchange, form, headers, body, inbound, record, started_s)
@@ -94,6 +94,19 @@ class Proxy:
             return Form(await self.dispatcher.plan(pool, inbound), body)
         rewrite = await rewriter.plan(self.dispatcher, pool, inbound, body)
         return Form(rewrite.plan, rewrite.raw, rewrite.rules)
+
+    def _known(self, target: Target, inbound: Inbound, body: bytes) -> Form | None:
+        """Plan a body that came before, if it goes as it is and where it seems to."""
+        pool, rewriter = target.pool, self._rewriters.get(target.pool.name)
+        if target.by_class or (rewriter is not None and rewriter.mode == "rewrite"):
+            return None
+        plan = self.dispatcher.known_plan(pool, inbound)
+        if plan is None:
+            return None
+        plan.route = target.route
+        if rewriter is not None:
+            rewriter.look_beside(self.dispatcher, plan, body)
+        return Form(plan, body)
 
     async def _routed(self, target: Target, inbound: Inbound, body: bytes) -> Form:
         """Plan a request for the pool where it goes, which its prompt may change."""

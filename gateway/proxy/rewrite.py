@@ -107,7 +107,7 @@ class Rewriter:
             return Rewrite(await dispatcher.plan(pool, inbound), raw)
         if self.mode == "observe":
             plan = await dispatcher.plan(pool, inbound)
-            self._observe(dispatcher, plan, raw)
+            self.look_beside(dispatcher, plan, raw)
             return Rewrite(plan, raw)
         form = self._canonical(pool, inbound, raw, self.rules, self._memory)
         if not form.is_changed:
@@ -137,8 +137,10 @@ class Rewriter:
         if self._observation is not None:
             await self._observation
 
-    def _observe(self, dispatcher: Dispatcher, plan: Plan, raw: bytes) -> None:
-        """Look at what the rules would do to a request, unless another one is being looked at."""
+    def look_beside(self, dispatcher: Dispatcher, plan: Plan, raw: bytes) -> None:
+        """Look at what the rules would do to a request, beside its way; at a sample only."""
+        if not self.rules or plan.inbound.surface != "chat":
+            return
         is_busy = self._observation is not None and not self._observation.done()
         if is_busy or plan.unread or self._clock() < self._observe_at_s:
             return

@@ -124,6 +124,10 @@ class Dispatcher:
         plan.route = target.route
         return target
 
+    def known_plan(self, pool: Pool, inbound: Inbound) -> Plan | None:
+        """Return the plan of a body that came before, without waiting; None if it did not."""
+        return self._reading.read_known(pool, inbound)
+
     async def plan(self, pool: Pool, inbound: Inbound, *, in_full: bool = False) -> Plan:
         """Read a request's prompt; never fails because of the prompt.
 
@@ -135,7 +139,8 @@ class Dispatcher:
             inbound: The request.
             in_full: Wait for all tokens; for what is not on a request's path.
         """
-        return await self._reading.read(pool, inbound, in_full=in_full)
+        known = self._reading.read_known(pool, inbound)
+        return known or await self._reading.read(pool, inbound, in_full=in_full)
 
     def choose(self, plan: Plan, exclude: Collection[str] = ()) -> Decision:
         """Choose a worker as things stand; ``Decision.worker`` is None when nobody is eligible.

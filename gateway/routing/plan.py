@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from gateway.routing.affinity import affinity_key
+from gateway.routing.outcome import is_comparable
 from prefix_index.blocks import usable_blocks
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ class Inbound:
         tenant: Tenant name; empty when there are none.
         request_id: For logs and explain.
         known: The body with what was read of it before, if it is kept; not after a rewrite.
+        salt: Cache salt with which it is forwarded: None = as in the body; empty = without the
+            body's.
+        deadline_s: When its client gives up (monotonic); None = not told.
     """
 
     surface: Literal["chat", "completions"]
@@ -41,6 +45,16 @@ class Inbound:
     tenant: str = ""
     request_id: str = ""
     known: KnownBody | None = None
+    salt: str | None = None
+    deadline_s: float | None = None
+
+    @property
+    def cache_salt(self) -> str:
+        """What keeps its blocks apart from equal ones, in the engine as here; empty = nothing."""
+        if self.salt is not None:
+            return self.salt
+        salt = self.body.get("cache_salt")
+        return salt if isinstance(salt, str) else ""
 
 
 @dataclass(slots=True)
@@ -80,12 +94,20 @@ class Plan:
     queued: bool = False
     queued_s: float = 0.0
     _key: AffinityKey | None = field(default=None, repr=False)
+    _is_comparable: bool | None = field(default=None, repr=False)
     _on_settled: list[Callable[[], None]] | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> Literal["exact", "estimated"]:
         """Whether ``num_tokens`` is the engine's count."""
         return "estimated" if self.prompt is None else "exact"
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether reported token counts are those of one prompt and one completion."""
+        if self._is_comparable is None:
+            self._is_comparable = is_comparable(self.inbound.body)
+        return self._is_comparable
 
     @property
     def key(self) -> AffinityKey:

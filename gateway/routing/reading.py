@@ -61,6 +61,19 @@ class Reading:
         self._threads = TokenThreads()
         self.backlog_chars = 0
 
+    def read_known(self, pool: Pool, inbound: Inbound) -> Plan | None:
+        """Return the plan of a body whose prompt was read before; None if it was not."""
+        known, reader = inbound.known, pool.reader
+        if known is None or reader is None:
+            return None
+        adapter = pool.adapter_of(inbound.model)
+        prompt = known.prompt(reader, adapter, _salt(inbound))
+        if prompt is None:
+            return None
+        plan = Plan(pool, inbound, 0, adapter=adapter)
+        plan.take(prompt)
+        return plan
+
     async def read(self, pool: Pool, inbound: Inbound, *, in_full: bool) -> Plan:
         """Read a prompt; never fails because of the prompt.
 
@@ -73,14 +86,8 @@ class Reading:
         plan = Plan(pool, inbound, 0, adapter=pool.adapter_of(inbound.model))
         if reader is None:
             return _unread(plan, "no_tokenizer")
-        known, salt = inbound.known, _salt(inbound)
-        if known is not None:
-            prompt = known.prompt(reader, plan.adapter, salt)
-            if prompt is not None:
-                plan.take(prompt)
-                return plan
         try:
-            draft = _draft(reader, inbound, plan.adapter, salt)
+            draft = _draft(reader, inbound, plan.adapter)
             unknown_chars = draft.unknown_chars
             known_chars = draft.known_tokens * pool.chars_per_token
             limit = MAX_TAIL_CHARS if known_chars >= unknown_chars else MAX_INLINE_CHARS
@@ -179,8 +186,8 @@ def _salt(inbound: Inbound) -> str:
     return salt if isinstance(salt, str) else ""
 
 
-def _draft(reader: PromptReader, inbound: Inbound, adapter: str, salt: str) -> Draft:
-    body = inbound.body
+def _draft(reader: PromptReader, inbound: Inbound, adapter: str) -> Draft:
+    body, salt = inbound.body, _salt(inbound)
     if inbound.surface == "chat":
         return reader.chat(body, adapter=adapter, salt=salt)
     prompt = body.get("prompt")

@@ -11,7 +11,6 @@ from gateway.routing.outcome import (
     WORKER_FAILURES,
     Outcome,
     Usage,
-    is_comparable,
 )
 from gateway.routing.pull import source_id
 
@@ -247,7 +246,7 @@ class Ticket:
         self.completion_tokens = usage.completion_tokens
         if usage.cached_tokens:
             worker.reports_cached = True
-        if not is_comparable(plan.inbound.body):
+        if not plan.is_comparable:
             return
         if (
             plan.text_chain
@@ -261,7 +260,7 @@ class Ticket:
     def _observe_prompt(self, now_s: float, usage: Usage) -> None:
         """Do the part of it that needs the prompt's tokens."""
         worker, prompt = self.worker, self._plan.prompt
-        if not is_comparable(self._plan.inbound.body):
+        if not self._plan.is_comparable:
             return
         counts = self._plan.pool.counts_as_we_do
         if counts and prompt is not None and usage.prompt_tokens is not None:
