@@ -21,7 +21,6 @@ from runner.pool.states import InvariantError
 from runner.sampling import Draw, draw_tokens, new_generator
 from runner.scheduler import Scheduler
 from runner.stepping import CALIBRATION_TOKENS, Stepper
-from runner.tiers.mover import CpuBlockMover
 from runner.types import EngineStats
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class EngineCore:
         self._leases = LeaseBook(self._pool.pin, self._pool.unpin)
         facts = kv_facts(model, config.block_size)
         self.namespace = namespace_key(facts)
-        mover = CpuBlockMover(self._kv)
+        mover = self._kv.new_mover()
         self._tiers: Tiers | None = None
         if build_tiers is not None:
             self._tiers = build_tiers(

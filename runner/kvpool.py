@@ -11,11 +11,14 @@ import numpy as np
 import torch
 
 from runner.contexts import Contexts
+from runner.tiers.mover import CpuBlockMover
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
+
+    from runner.tiers.types import BlockMover
 
 
 class KvPool:
@@ -37,10 +40,11 @@ class KvPool:
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
         shape = (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim)
         # Zeros, not garbage: masked positions are read too, and 0 * NaN would spread.
-        self.data = torch.zeros(shape, dtype=dtype)
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.num_layers = num_layers
         self.block_size = block_size
         self.block_bytes = self.data[0].numel() * self.data.element_size()
@@ -49,6 +53,10 @@ class KvPool:
         self._head_shape = (num_kv_heads, head_dim)
         self._scratch = self._halves.new_empty(0)
         self.contexts = Contexts(self)
+
+    def new_mover(self) -> BlockMover:
+        """Return what copies blocks between here and host memory, on transfer threads."""
+        return CpuBlockMover(self)
 
     def write(self, token_rows: torch.Tensor, keys_values: torch.Tensor) -> None:
         """Store the keys and values of some tokens.

@@ -94,25 +94,29 @@ class AdapterRows:
             out.index_add_(0, self.rows, added.to(out.dtype))
 
 
-def build_adapter(files: AdapterFiles, config: ModelConfig) -> Adapter:
+def build_adapter(files: AdapterFiles, config: ModelConfig, device: torch.device) -> Adapter:
     """Load an adapter.
 
     Args:
         files: Checked against the model.
         config: The model's sizes.
+        device: Where the model computes.
     """
     with torch.inference_mode():
-        layers = [_layer(files, config, at) for at in range(config.num_layers)]
+        layers = [_layer(files, config, device, at) for at in range(config.num_layers)]
     return Adapter(files.name, files.folder, files.digest, layers)
 
 
-def _layer(files: AdapterFiles, config: ModelConfig, at: int) -> dict[Site, LowRank]:
+def _layer(
+    files: AdapterFiles, config: ModelConfig, device: torch.device, at: int
+) -> dict[Site, LowRank]:
     sites: dict[Site, LowRank] = {}
     for site, linears in _SITES.items():
         if files.linears.isdisjoint(linears):
             continue
         inner, outer = _joined(files, config, at, linears)
-        sites[site] = LowRank(inner.t().contiguous(), (outer * files.scale).t().contiguous())
+        scaled = (outer * files.scale).t().contiguous()
+        sites[site] = LowRank(inner.t().contiguous().to(device), scaled.to(device))
     return sites
 
 

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from runner.arch import EMBEDDING, HEAD, linear_name
 from runner.batch import BatchBuilder
-from runner.kvpool import KvPool
 from runner.lora import Adapter, AdapterRows
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from runner.arch import ModelConfig
     from runner.batch import Chunk
+    from runner.kvpool import KvPool
     from runner.ops.interface import Linear, Norm, Ops, Step
     from runner.quantised import WeightReader
 
@@ -74,7 +74,9 @@ class ModelWeights:
             head = reader.head(name, embedding if config.is_tied else reader.read(HEAD))
             norm = ops.norm(reader.read("model.norm.weight"))
             parts = [layers.layer(at) for at in range(config.num_layers)]
-            return cls(embedding.to(ops.dtype), parts, norm, ops.linear(head))
+            return cls(
+                embedding.to(device=ops.device, dtype=ops.dtype), parts, norm, ops.linear(head)
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +160,8 @@ class Model:
         self.adapters[adapter.name] = adapter
 
     def new_pool(self, num_blocks: int, block_size: int) -> KvPool:
-        """Allocate a KV pool of this model's shape (the memory is taken as blocks are used)."""
-        config = self.config
-        return KvPool(
-            num_blocks,
-            block_size,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=self.dtype,
-        )
+        """Allocate a KV pool of this model's shape, where it computes."""
+        return self._ops.new_pool(num_blocks, block_size)
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], pool: KvPool) -> tuple[torch.Tensor, list[int]]:
@@ -177,17 +171,23 @@ class Model:
 
         Returns:
             The logits after the last token of every chunk that samples, and for each row the
-            index of its chunk. Shape: [samples, vocab], in the model's dtype.
+            index of its chunk. Shape: [samples, vocab], in the model's dtype, on its device, valid
+            until the next call.
         """
-        config, weights = self.config, self._weights
-        batch = BatchBuilder(config.num_layers, pool.block_size).build(chunks)
+        batch = BatchBuilder(self.config.num_layers, pool.block_size).build(chunks)
         step = self._ops.open(batch, pool)
+        return self._ops.run(step, self._compute), batch.order
+
+    def _compute(self, step: Step) -> torch.Tensor:
+        """Return the logits of the rows that sample."""
+        config, weights = self.config, self._weights
+        samples = len(step.sample_rows) > 0
         hidden = functional.embedding(step.token_ids, weights.embedding)
         adapted = self._adapted(step.adapter_rows)
         last = config.num_layers - 1
         for at in range(config.num_layers):
             qkv = self._write_kv(at, hidden, step, adapted)
-            if at == last and not batch.order:
+            if at == last and not samples:
                 break
             mixed = self._ops.attention(qkv, at, step)
             if at == last:
@@ -195,9 +195,9 @@ class Model:
                 hidden, mixed = hidden[step.sample_rows], mixed[step.sample_rows]
                 adapted = self._adapted(step.adapter_samples)
             hidden = self._feed_forward(at, self._project(at, hidden, mixed, adapted), adapted)
-        if not batch.order:
-            return hidden.new_empty((0, config.vocab_size)), []
-        return weights.head(weights.norm(hidden)), batch.order
+        if not samples:
+            return hidden.new_empty((0, config.vocab_size))
+        return weights.head(weights.norm(hidden))
 
     def _adapted(self, rows: Mapping[str, torch.Tensor]) -> list[AdapterRows]:
         return [AdapterRows(self.adapters[name], at) for name, at in rows.items()]

@@ -52,8 +52,13 @@ def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
 
     Mutates: the generators of samples that are not greedy.
     """
-    # numpy's argmax over 8 rows of 49,152 takes 0.1 ms, torch's 1.8 ms in bfloat16.
-    likeliest: list[int] = logits.float().numpy().argmax(-1).tolist()
+    likeliest: list[int]
+    if logits.is_cpu:
+        # numpy's argmax over 8 rows of 49,152 takes 0.1 ms, torch's 1.8 ms in bfloat16.
+        likeliest = logits.float().numpy().argmax(-1).tolist()
+    else:
+        # Only the tokens leave the device, and rows that more is wanted of.
+        likeliest = logits.argmax(-1).tolist()
     return [_draw(logits[draw.row], likeliest[draw.row], draw) for draw in draws]
 
 

@@ -21,6 +21,7 @@ from runner.gguf import GgufError, GgufFile
 from runner.lora import build_adapter
 from runner.model import Model, ModelWeights
 from runner.ops.choice import choose_ops, kernel_family
+from runner.ops.cuda.device import DeviceError, open_gpu
 from runner.quantised import Int4File, WeightMode, WeightReader
 from runner.sources import ROPE_DIVISORS, GgufSource, SafetensorsSource, WeightsError
 
@@ -44,6 +45,7 @@ def load_model(
     adapters: Mapping[str, Path] | None = None,
     *,
     native: bool = True,
+    device: str = "cpu",
 ) -> Model:
     """Load the model at ``path`` and set torch's thread counts for the whole process.
 
@@ -54,11 +56,13 @@ def load_model(
         threads: Compute threads, at least 1.
         adapters: Folders of LoRA adapters by the names that requests will give.
         native: Whether compiled kernels may be used where they can be had.
+        device: ``cpu`` or ``cuda``.
 
     Raises:
         WeightsError: If the files are missing or damaged, or the dtype is unknown.
         UnsupportedModelError: If they hold a model of another kind.
         AdapterError: If an adapter does not fit the model.
+        DeviceError: If the device is not there, or does not compute with such weights.
     """
     mode = next((known for known in DTYPES if known == dtype), None)
     if mode is None:
@@ -68,10 +72,15 @@ def load_model(
     config, source = open_weights(path)
     files = [read_adapter(name, folder, config) for name, folder in (adapters or {}).items()]
     computed = torch.float32 if mode == "float32" else torch.bfloat16
-    ops = choose_ops(config, computed, threads, os.environ if native else None)
+    if device == "cuda":
+        if mode not in ("float32", "bfloat16"):
+            raise DeviceError(f"--device cuda computes in float32 or bfloat16, not in {mode}")
+        ops: Ops[Any] = open_gpu(config, computed)
+    else:
+        ops = choose_ops(config, computed, threads, os.environ if native else None)
     model = _build(config, source, ops, mode, _stored_int4(path, config))
     for adapter in files:
-        model.add_adapter(build_adapter(adapter, config))
+        model.add_adapter(build_adapter(adapter, config, ops.device))
     return model
 
 

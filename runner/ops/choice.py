@@ -60,14 +60,16 @@ def kernel_family(
     hidden, ffn = config.hidden_size, config.ffn_size
     widths = ((layer.qkv, hidden), (layer.output, queries), (layer.gate_up, hidden))
     linears = (*widths, (layer.down, ffn))
-    agree = all(rows_agree(linear, width, ops.dtype) for linear, width in linears)
-    return f"cpu-{mode}-{ops.family}{'' if agree else '-varying'}"
+    agree = all(rows_agree(linear, width, ops.dtype, ops.device) for linear, width in linears)
+    return f"{ops.device.type}-{mode}-{ops.family}{'' if agree else '-varying'}"
 
 
 @torch.inference_mode()
-def rows_agree(linear: Linear, width: int, dtype: torch.dtype) -> bool:
+def rows_agree(
+    linear: Linear, width: int, dtype: torch.dtype, device: torch.device | None = None
+) -> bool:
     """Whether a row's bits are the same whatever the number of rows beside it."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn((_BATCHES[-1], width), generator=generator).to(dtype)
+    rows = torch.randn((_BATCHES[-1], width), generator=generator).to(device, dtype)
     whole = linear(rows)
     return all(torch.equal(linear(rows[:count]), whole[:count]) for count in _BATCHES)

@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -79,11 +79,16 @@ class Ops(Protocol[StepT]):
 
     Attributes:
         dtype: Type of activations and KV.
+        device: Where its tensors are, those of the pool too.
         family: See the module.
     """
 
     dtype: torch.dtype
+    device: torch.device
     family: str
+
+    def new_pool(self, num_blocks: int, block_size: int) -> KvPool:
+        """Allocate a KV pool of this model's shape (a CPU's memory is taken as it is used)."""
 
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
         """Take in a weight. Shapes: weight [out, in], bias [out], float32."""
@@ -96,6 +101,9 @@ class Ops(Protocol[StepT]):
 
     def open(self, batch: Batch, pool: KvPool) -> StepT:
         """Prepare a step."""
+
+    def run(self, step: StepT, compute: Callable[[StepT], torch.Tensor]) -> torch.Tensor:
+        """Compute an opened step: call ``compute``, or repeat what it launched for one like it."""
 
     def rope_write(
         self, qkv: torch.Tensor, layer: int, head_norm: torch.Tensor | None, step: StepT

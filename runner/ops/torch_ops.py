@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from runner.kvpool import KvPool
 from runner.ops.linears import Int4Linear, Int8Linear, PackedLinear
 from runner.ops.masks import chunk_mask, single_mask
 from runner.ops.rope import Rope, rotate_
 from runner.quantised import Int4Weight, Int8Weight
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from runner.arch import ModelConfig
     from runner.batch import AttentionGroup, Batch
     from runner.contexts import Context
-    from runner.kvpool import KvPool
     from runner.ops.interface import Linear, Norm
     from runner.quantised import Weight
 
@@ -104,12 +104,25 @@ class TorchOps:
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         """Prepare for models of these sizes."""
         self.dtype = dtype
+        self.device = torch.device("cpu")
         self.family = "torch"
         self._config = config
         self._window_layers = frozenset(config.window_layers)
         scaling = config.rope_scaling
         amplitude = 1.0 if scaling is None else scaling.amplitude
         self._rope = Rope(config.rope_frequencies(), amplitude)
+
+    def new_pool(self, num_blocks: int, block_size: int) -> KvPool:
+        """See ``Ops``."""
+        config = self._config
+        return KvPool(
+            num_blocks,
+            block_size,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self.dtype,
+        )
 
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
         """See ``Ops``."""
@@ -132,6 +145,10 @@ class TorchOps:
         """See ``Ops``."""
         angles = self._rope.signed(batch.positions, self.dtype)
         return TorchStep(batch, pool, angles, pool.contexts.open(batch.groups))
+
+    def run(self, step: TorchStep, compute: Callable[[TorchStep], torch.Tensor]) -> torch.Tensor:
+        """See ``Ops``."""
+        return compute(step)
 
     def rope_write(
         self, qkv: torch.Tensor, layer: int, head_norm: torch.Tensor | None, step: TorchStep

@@ -1,0 +1,11 @@
+"""The decoder's arithmetic on an NVIDIA GPU: Triton kernels, cuBLAS products, CUDA graphs.
+
+``device.py`` says whether this machine can do it. ``ops.py`` is the implementation of
+``ops/interface.py``; ``layout.py`` packs what a step's kernels read into one buffer, ``ring.py``
+brings it to the device, ``attention.py`` and ``rows.py`` launch the kernels, ``graphs.py`` records
+and replays decode steps, ``pool.py`` holds KV on the device and orders whoever touches it.
+Only ``attention_kernels.py`` and ``row_kernels.py`` import triton, and only this package imports
+those, so nothing of it is loaded where a CPU computes.
+
+Every kernel also runs in Triton's interpreter (``TRITON_INTERPRET=1``) over CPU tensors.
+"""

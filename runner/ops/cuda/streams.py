@@ -1,0 +1,236 @@
+"""The only code that touches streams and events: who waits for whom on the device.
+
+Work of a stream runs in order; work of two streams runs in any order unless one waits for an event
+of the other. Three streams touch the pool: *compute* (steps, the engine thread), *load* (into
+blocks reserved for loading) and *store* (out of pinned blocks), the last two fed by transfer
+threads. ``PoolOrder`` keeps the rules that make this safe:
+
+- a store waits for the last step that was launched, which is no earlier than the one that wrote
+  its block;
+- a load waits for the last step that was launched, which is no earlier than any that could read
+  the block's former content;
+- a step's layer waits for the loads of its layer group that were announced as still under way.
+
+``StreamApi`` is what torch offers, so that the rules can be tested against a device that is as
+late as it may be.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class StreamApi(Protocol):
+    """Streams and events of one device; streams and events are opaque."""
+
+    def compute(self) -> Any:
+        """Return the stream that the calling thread launches kernels on."""
+        ...
+
+    def new_stream(self, *, is_urgent: bool) -> Any:
+        """Return a stream of its own."""
+        ...
+
+    def record(self, stream: Any) -> Any:
+        """Return an event that happens when all that is on the stream now is done."""
+        ...
+
+    def hold(self, stream: Any, event: Any) -> None:
+        """Let what follows on the stream wait for an event; returns at once."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """Block the calling thread until an event has happened."""
+        ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        """Put a copy on a stream; host memory must stay as it is until it is done."""
+        ...
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Return host memory that the device copies from and to by itself. uint8."""
+        ...
+
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        """Whether host memory is such memory."""
+        ...
+
+
+class CudaStreams:
+    """``StreamApi`` of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def compute(self) -> Any:
+        """See ``StreamApi``."""
+        return torch.cuda.current_stream(self._device)
+
+    def new_stream(self, *, is_urgent: bool) -> Any:
+        """See ``StreamApi``."""
+        # -1 is the higher of the two priorities that torch knows.
+        priority = -1 if is_urgent else 0
+        return torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
+
+    def record(self, stream: Any) -> Any:
+        """See ``StreamApi``."""
+        # A blocking wait sleeps: a spinning one would take the core that the engine needs.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def hold(self, stream: Any, event: Any) -> None:
+        """See ``StreamApi``."""
+        stream.wait_event(event)
+
+    def wait(self, event: Any) -> None:
+        """See ``StreamApi``."""
+        event.synchronize()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        """See ``StreamApi``."""
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """See ``StreamApi``."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        """See ``StreamApi``."""
+        return host.is_pinned()
+
+
+class HostStreams:
+    """``StreamApi`` where the interpreter computes on the CPU: everything is done at once."""
+
+    def compute(self) -> None:
+        """See ``StreamApi``."""
+
+    def new_stream(self, *, is_urgent: bool) -> None:
+        """See ``StreamApi``."""
+
+    def record(self, stream: None) -> None:
+        """See ``StreamApi``."""
+
+    def hold(self, stream: None, event: None) -> None:
+        """See ``StreamApi``."""
+
+    def wait(self, event: None) -> None:
+        """See ``StreamApi``."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: None) -> None:
+        """See ``StreamApi``."""
+        target.copy_(source)
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """See ``StreamApi``."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        """See ``StreamApi``."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedLoad:
+    """A load whose layers become usable group by group.
+
+    Attributes:
+        first_layers: Of each group, ascending from 0.
+        events: One for each group, in the order in which they happen.
+    """
+
+    first_layers: tuple[int, ...]
+    events: tuple[Any, ...]
+
+
+class PoolOrder:
+    """Keeps the order of one pool's readers and writers; see the module."""
+
+    def __init__(self, api: StreamApi) -> None:
+        """Make the copy streams; on the engine's thread, before any step."""
+        self._api = api
+        self._load = api.new_stream(is_urgent=True)
+        self._store = api.new_stream(is_urgent=False)
+        self._last_step = api.record(api.compute())
+        # A stream takes its work in the order of the calls: one caller at a time for each.
+        self._load_lock = threading.Lock()
+        self._store_lock = threading.Lock()
+        self._announced: list[GroupedLoad] = []
+
+    def mark_step(self) -> None:
+        """Note that all of a step has been launched; engine thread only."""
+        self._last_step = self._api.record(self._api.compute())
+
+    def store(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy out of the pool into pinned memory; done when this returns. Transfer threads."""
+        with self._store_lock:
+            self._api.hold(self._store, self._last_step)
+            self._api.copy(target, source, self._store)
+            done = self._api.record(self._store)
+        self._api.wait(done)
+
+    def load(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy pinned memory into the pool; done when this returns. Transfer threads."""
+        with self._load_lock:
+            self._api.hold(self._load, self._last_step)
+            self._api.copy(target, source, self._load)
+            done = self._api.record(self._load)
+        self._api.wait(done)
+
+    def load_groups(
+        self,
+        groups: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
+        first_layers: Sequence[int],
+    ) -> GroupedLoad:
+        """Copy pinned memory into the pool, group after group; returns at once. Transfer threads.
+
+        The sources must stay as they are until ``wait_for`` returns. No step may use the targets
+        before ``announce`` or ``wait_for``.
+
+        Args:
+            groups: Targets and sources of each layer group.
+            first_layers: Of each group.
+        """
+        events = []
+        with self._load_lock:
+            self._api.hold(self._load, self._last_step)
+            for pairs in groups:
+                for target, source in pairs:
+                    self._api.copy(target, source, self._load)
+                events.append(self._api.record(self._load))
+        return GroupedLoad(tuple(first_layers), tuple(events))
+
+    def wait_for(self, load: GroupedLoad) -> None:
+        """Block until all of a load is there."""
+        self._api.wait(load.events[-1])
+
+    def announce(self, load: GroupedLoad) -> None:
+        """Let the next step use what is still being loaded; engine thread only."""
+        self._announced.append(load)
+
+    def before_layer(self, layer: int) -> None:
+        """Let a step's layer wait for its group of every announced load; engine thread only."""
+        for load in self._announced:
+            if layer in load.first_layers:
+                event = load.events[load.first_layers.index(layer)]
+                self._api.hold(self._api.compute(), event)
+
+    def before_step(self) -> None:
+        """Let a whole step wait for every announced load; engine thread only."""
+        for load in self._announced:
+            self._api.hold(self._api.compute(), load.events[-1])
+        self._announced.clear()
+
+    def after_step(self) -> None:
+        """Note the end of a step that has waited layer by layer; engine thread only."""
+        self._announced.clear()
+        self.mark_step()
