@@ -53,10 +53,16 @@ class AccessConfig(Section):
 
 
 class TlsConfig(Section):
-    """Certificate and key files of the client port."""
+    """Certificate and key files of the client port, in PEM; read again when they change."""
 
     cert: str | None = None
     key: str | None = None
+
+    @model_validator(mode="after")
+    def _both(self) -> TlsConfig:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("cert and key belong together; expected both or none")
+        return self
 
 
 class LimitsConfig(Section):
@@ -217,6 +223,8 @@ class PoolConfig(Section):
     max_batched_tokens: PositiveInt = 8192
     capacity_tokens: PositiveInt | Auto = "auto"
     worker_allow: tuple[str, ...] = ()
+    # PEM file of the authorities that sign https workers; None = the system's.
+    worker_ca: str | None = None
     # Share of its models' traffic among the pools that have a weight and serve the same name.
     weight: NonNegativeInt | None = None
     fallback: str | None = None

@@ -10,6 +10,7 @@ from gateway.proxy.limits import Limits
 from gateway.proxy.rewrite import Rewriter
 from gateway.settings import ConfigError
 from gateway.telemetry.decision_log import DecisionLog
+from gateway.tls import ServerTls, TlsError
 from prefix_index.replica.link import Link
 
 if TYPE_CHECKING:
@@ -65,6 +66,21 @@ def admin_token(server: ServerConfig) -> str | None:
             f"server.access.admin_token_env: the environment variable {name} is not set"
         )
     return token
+
+
+def make_tls(server: ServerConfig) -> ServerTls | None:
+    """Load the client port's certificate; None if it speaks plain HTTP.
+
+    Raises:
+        ConfigError: If it cannot be used.
+    """
+    cert, key = server.tls.cert, server.tls.key
+    if cert is None or key is None:
+        return None
+    try:
+        return ServerTls(cert, key)
+    except TlsError as error:
+        raise ConfigError(f"server.tls: {error}") from error
 
 
 def make_link(settings: Settings) -> Link | None:

@@ -29,7 +29,14 @@ from gateway.fleet.sharing.orders import SharedFirstSeen
 from gateway.misses.metrics import MissCollector
 from gateway.misses.report import MissReport
 from gateway.operators import Operators
-from gateway.parts import admin_token, make_decision_log, make_limits, make_link, make_rewriters
+from gateway.parts import (
+    admin_token,
+    make_decision_log,
+    make_limits,
+    make_link,
+    make_rewriters,
+    make_tls,
+)
 from gateway.proxy.headers import TrustedPeers
 from gateway.proxy.server import API, LIFECYCLE, make_app, serve
 from gateway.replicas.load import LoadExchange
@@ -108,6 +115,7 @@ class Gateway:
         logs_requests = settings.telemetry.log_level in ("debug", "info")
         self.request_log = RequestLog(sys.stderr.buffer) if logs_requests else None
         self.link = make_link(settings)
+        self.tls = make_tls(settings.server)
         self.exchange: LoadExchange | None = None
         self.sharing: Sharing | None = None
         self._sharers: list[Runs] = []
@@ -148,6 +156,7 @@ class Gateway:
                 server.port if role is None else role.port,
                 drain_s=server.drain_s,
                 ready=ready or _ready,
+                ssl=None if self.tls is None else self.tls.context,
                 front=server.front,
                 reuse_port=role is not None,
             )
@@ -167,6 +176,8 @@ class Gateway:
         await self.fleet.start()
         if self.warmer.is_keeping:
             self._share(self.warmer.keeper.run())
+        if self.tls is not None:
+            self._share(self.tls.run())
         await self.operators.start()
         await self._first_view()
 

@@ -37,9 +37,6 @@ def unsupported(settings: Settings) -> tuple[list[str], list[str]]:
 
 
 def _server_errors(settings: Settings) -> Iterator[str]:
-    server = settings.server
-    if server.tls.cert or server.tls.key:
-        yield "server.tls: not available in this version; put a TLS terminator in front"
     if settings.security.salt_secret_env is not None:
         yield "security.salt_secret_env: caches are not isolated by this version"
 

@@ -23,9 +23,12 @@ from gateway.fleet.reset import reset_cache
 from gateway.fleet.watch import Watch
 from gateway.routing.outcome import Outcome, is_comparable
 from gateway.routing.pool import Pool
+from gateway.settings import ConfigError
+from gateway.tls import TlsError, worker_context
 from gateway.upstream.client import Upstream
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Coroutine
     from typing import Any
 
@@ -237,7 +240,10 @@ class Fleet:
         )
         for item in config.workers:
             upstream = Upstream(
-                item.url, first_byte_s=limits.first_byte_s, total_s=limits.request_s
+                item.url,
+                ssl=_context(config, item.url),
+                first_byte_s=limits.first_byte_s,
+                total_s=limits.request_s,
             )
             engine = Engine(item, config, upstream)
             for worker in engine.workers:
@@ -360,3 +366,13 @@ class Fleet:
         if not task.cancelled() and (error := task.exception()) is not None:
             # A worker nobody watches would be routed to for ever: say it loudly.
             log.error("background_task_failed", error=repr(error), exc_info=error)
+
+
+def _context(config: PoolConfig, url: str) -> ssl.SSLContext | None:
+    """Return what a worker of a pool is verified with; None if it speaks plain HTTP."""
+    if not url.lower().startswith("https:"):
+        return None
+    try:
+        return worker_context(config.worker_ca)
+    except TlsError as error:
+        raise ConfigError(f"pools[{config.name}].worker_ca: {error}") from error

@@ -174,7 +174,15 @@ class Listener:
         connection = reference if front == "aiohttp" else raw.connection
         try:
             server = await loop.create_server(
-                connection, host, port, backlog=_BACKLOG, ssl=ssl, reuse_port=reuse_port or None
+                connection,
+                host,
+                port,
+                backlog=_BACKLOG,
+                ssl=ssl,
+                # To a client, greeting takes as long as a head may.
+                ssl_handshake_timeout=limits.head_s if ssl else None,
+                ssl_shutdown_timeout=_END_S if ssl else None,
+                reuse_port=reuse_port or None,
             )
         except BaseException:
             await runner.cleanup()

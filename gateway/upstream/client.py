@@ -20,6 +20,7 @@ from gateway.errors import (
     TotalTimeout,
     UpstreamError,
 )
+from gateway.tls import worker_context
 from gateway.upstream.connection import Connection
 from gateway.upstream.response import Headers, Response, StaleConnection
 
@@ -53,7 +54,7 @@ class Upstream:
 
     Args:
         url: ``http://HOST:PORT[/PREFIX]``; an IPv6 host stands in brackets.
-        ssl: Context for ``https`` URLs; None takes the default one.
+        ssl: Context for ``https`` URLs; None verifies workers by the system's authorities.
         connect_timeout_s: Time for name look-up, TCP and TLS together.
         idle_s: How long a connection may wait for its next request. Engines close theirs after
             5 s (uvicorn's default), so ours goes first.
@@ -77,7 +78,7 @@ class Upstream:
         scheme, host, port, self._prefix = _split(url)
         self.url = url
         self._host, self._port = host, port
-        self._ssl = (ssl or True) if scheme == "https" else None
+        self._ssl = (ssl or worker_context()) if scheme == "https" else None
         self._connect_timeout_s = connect_timeout_s
         self._idle_s = idle_s
         self._first_byte_s = first_byte_s

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from ssl import SSLContext
     from types import TracebackType
 
 
@@ -66,6 +67,7 @@ class RawEngine:
         idle_close_s: float | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
+        ssl: SSLContext | None = None,
     ) -> None:
         self.scripts: deque[Sequence[Step]] = deque()
         self.seen: list[Seen] = []
@@ -75,16 +77,19 @@ class RawEngine:
         self.port = port
         self._default = default or (lambda _: answer(b"{}"))
         self._idle_close_s = idle_close_s
+        self._ssl = ssl
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"http{'s' if self._ssl else ''}://{host}:{self.port}"
 
     async def __aenter__(self) -> RawEngine:
-        self._server = await asyncio.start_server(self._accept, self.host, self.port)
+        self._server = await asyncio.start_server(
+            self._accept, self.host, self.port, ssl=self._ssl
+        )
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 

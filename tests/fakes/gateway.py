@@ -17,6 +17,7 @@ from tests.support import poll_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from ssl import SSLContext
 
     from gateway.proxy.lifecycle import Lifecycle
     from gateway.proxy.limits import Limits
@@ -88,6 +89,8 @@ async def gateway(
     pools: list[Pool] | None = None,
     aliases: dict[str, str] | None = None,
     front: Front | None = None,
+    host: str = "127.0.0.1",
+    ssl: SSLContext | None = None,
 ) -> AsyncIterator[Gateway]:
     """Run a gateway over workers ``w0, w1, ...``; afterwards nothing may be in flight.
 
@@ -99,7 +102,7 @@ async def gateway(
     dispatcher = Dispatcher(pools, seed=0)
     records: list[RequestRecord] = []
     app = make_app(dispatcher, observe=records.append, limits=limits)
-    listener = await Listener.start(app, "127.0.0.1", 0, front=front or default_front)
+    listener = await Listener.start(app, host, 0, front=front or default_front, ssl=ssl)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
         running = Gateway(listener, pools, dispatcher, app[LIFECYCLE], session, records)
@@ -129,8 +132,8 @@ class RawClient:
         self.writer = writer
 
     @staticmethod
-    async def connect(port: int) -> RawClient:
-        return RawClient(*await asyncio.open_connection("127.0.0.1", port))
+    async def connect(port: int, host: str = "127.0.0.1", **options: Any) -> RawClient:
+        return RawClient(*await asyncio.open_connection(host, port, **options))
 
     async def send(self, data: bytes) -> None:
         self.writer.write(data)

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 # Transports differ in how they end.
-ON_BOTH_LOOPS = frozenset(("test_upstream", "test_faults", "test_front"))
+ON_BOTH_LOOPS = frozenset(("test_upstream", "test_faults", "test_front", "test_tls"))
 # What clients see may not depend on what serves them.
 ON_BOTH_FRONTS = frozenset(
     (
         *("test_http", "test_faults", "test_proxy", "test_server", "test_api_openai"),
-        *("test_smuggling", "test_routes_http"),
+        *("test_smuggling", "test_routes_http", "test_tls"),
     )
 )
 

@@ -215,7 +215,6 @@ UNSUPPORTED = {
     "tenants[acme]: API keys": "tenants: [{name: acme, key_env: K}]",
     "tenants[acme]: budgets": "tenants: [{name: acme, tokens_per_min: 5}]",
     "tenants[acme].isolate_cache": "tenants: [{name: acme, isolate_cache: true}]",
-    "server.tls": "server: {tls: {cert: c.pem, key: k.pem}}",
     "security.salt_secret_env": "security: {salt_secret_env: SALT}",
 }
 
