@@ -1,19 +1,23 @@
 """Watch a stream of server-sent events go by: first token, usage, how it ended.
 
 The bytes are passed on as they are; only events are never cut in two, so that a failure can be told
-between events. Nothing is parsed per piece: JSON is read for the first events until a token shows,
-and for the last ones once, at the end. Pure: no I/O, no clock.
+between events, and an event with usage that the client did not ask for is left out. Nothing is
+parsed per piece: JSON is read for the first events until a token shows, and for the last ones once,
+at the end. Pure: no I/O, no clock.
+
+``StreamObserver`` is for chat and text completions; the other APIs' are in
+``gateway/proxy/sse_typed.py``.
 
 Source: WHATWG HTML, 9.2 "Server-sent events" (line ends CR, LF, CRLF; blank line ends an event).
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
+from gateway.protocols.events import documents, events, parsed
 from gateway.routing.dispatch import Usage
 
 if TYPE_CHECKING:
@@ -26,6 +30,8 @@ MAX_HELD_BYTES = 256 << 10
 # Events with choices that are read from the end: with n > 1 each choice finishes in its own.
 MAX_LAST_CHOICES = 8
 _BOUNDARIES = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_BOUNDARY = re.compile(rb"(?:\r\n\r\n|\n\n|\r\r)")
+_NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _DONE = b"[DONE]"
 # A delta with none but these says that a message begins, not what is in it.
 _EMPTY_DELTA_KEYS = frozenset(("role",))
@@ -47,16 +53,24 @@ class StreamEnd:
 class StreamObserver:
     """Observes one stream; fed every piece in order.
 
+    Args:
+        strips_usage: Whether the event that tells the usage is for the gateway alone.
+
     Attributes:
         has_token: Whether an event with content, a tool call or text has gone by.
         is_mid_event: Whether the bytes passed on so far end inside an event.
+        first: The first event that is an object.
     """
 
-    __slots__ = ("_held", "_tail", "_tail_bytes", "has_token", "is_mid_event")
+    __slots__ = (
+        *("_held", "_strips_usage", "_tail", "_tail_bytes", "first", "has_token", "is_mid_event"),
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, *, strips_usage: bool = False) -> None:
         self.has_token = False
         self.is_mid_event = False
+        self.first: dict[str, Any] | None = None
+        self._strips_usage = strips_usage
         self._held = bytearray()
         self._tail: list[bytes] = []
         self._tail_bytes = 0
@@ -70,26 +84,33 @@ class StreamObserver:
         else:
             self.is_mid_event = False
         if not self.has_token:
-            self.has_token = any(map(_has_token, _documents(data)))
+            self._look_for_token(data)
         self._tail.append(data)
         self._tail_bytes += len(data)
         if self._tail_bytes > 2 * TAIL_BYTES:
             self._trim()
+        if self._strips_usage and b"[]" in data:
+            return _without_usage(data)
         return data
 
     def rest(self) -> bytes:
         """Return the bytes held back because their event never ended."""
-        return bytes(self._held)
+        rest = bytes(self._held)
+        return _without_usage(rest) if self._strips_usage else rest
 
-    def end(self) -> StreamEnd:
-        """Read the last events: call once, when nothing more will come."""
+    def end(self, *, is_cut: bool = False) -> StreamEnd:
+        """Read the last events: call once, when nothing more will come.
+
+        Args:
+            is_cut: Whether the connection broke. What came before may be the whole stream still.
+        """
         is_done = is_finished = is_error = False
         usage: Usage | None = None
         num_choices = 0
-        for data in reversed(list(_events(b"".join(self._tail) + self._held))):
+        for data in reversed(self._last_events()):
             if data == _DONE:
                 is_done = True
-            elif isinstance(document := _json(data), dict):
+            elif isinstance(document := parsed(data), dict):
                 usage = usage or usage_of(document)
                 is_error = is_error or bool(document.get("error"))
                 if document.get("choices"):
@@ -98,6 +119,20 @@ class StreamObserver:
                     if num_choices >= MAX_LAST_CHOICES:
                         break
         return StreamEnd(is_done or is_finished, is_error, usage)
+
+    def _look_for_token(self, data: bytes) -> None:
+        for document in documents(data):
+            self.first = self.first or document
+            if self._is_token(document):
+                self.has_token = True
+                return
+
+    def _is_token(self, document: dict[str, Any]) -> bool:
+        """Whether an event brings something that was generated."""
+        return _has_token(document)
+
+    def _last_events(self) -> list[bytes]:
+        return list(events(b"".join(self._tail) + self._held))
 
     def _trim(self) -> None:
         """Forget all but the last pieces: as many as make up ``TAIL_BYTES``, and at least one."""
@@ -126,51 +161,63 @@ class StreamObserver:
 
 
 def usage_of(document: dict[str, Any]) -> Usage | None:
-    """Return the token counts of an answer or event, None if it has none."""
+    """Return the token counts of an answer or event of any API, None if it has none.
+
+    Of Anthropic's API what was read from the cache counts apart from the rest of the prompt.
+    """
     usage = document.get("usage")
-    if not isinstance(usage, dict) or not isinstance(usage.get("prompt_tokens"), int):
+    if not isinstance(usage, dict):
         return None
-    details = usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    completion = usage.get("completion_tokens")
-    return Usage(
-        usage["prompt_tokens"],
-        completion if isinstance(completion, int) else None,
-        cached if isinstance(cached, int) else None,
-    )
+    if isinstance(usage.get("prompt_tokens"), int):
+        details = usage.get("prompt_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        return Usage(usage["prompt_tokens"], _count(usage.get("completion_tokens")), _count(cached))
+    prompt = usage.get("input_tokens")
+    if not isinstance(prompt, int):
+        return None
+    details = usage.get("input_tokens_details")
+    if isinstance(details, dict):
+        cached = _count(details.get("cached_tokens"))
+    else:
+        cached = _count(usage.get("cache_read_input_tokens"))
+        prompt += (cached or 0) + (_count(usage.get("cache_creation_input_tokens")) or 0)
+    return Usage(prompt, _count(usage.get("output_tokens")), cached)
 
 
 def usage_in_body(body: bytes) -> Usage | None:
     """Return the token counts of a complete JSON answer."""
-    document = _json(body)
+    document = parsed(body)
     return usage_of(document) if isinstance(document, dict) else None
 
 
-def _events(data: bytes) -> Iterator[bytes]:
-    """Yield the data of each event; comments and other fields are skipped."""
-    if b"\r" in data:
-        data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    for block in data.split(b"\n\n"):
-        lines = [
-            line[6:] if line.startswith(b"data: ") else line[5:]
-            for line in block.split(b"\n")
-            if line.startswith(b"data:")
-        ]
-        if lines:
-            yield b"\n".join(lines).strip()
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) else None
 
 
-def _documents(data: bytes) -> Iterator[dict[str, Any]]:
-    for event in _events(data):
-        if isinstance(document := _json(event), dict):
-            yield document
+def _without_usage(data: bytes) -> bytes:
+    """Leave out the events that have usage and no choices; all other bytes stay."""
+    if _NO_CHOICES.search(data) is None:
+        return data
+    kept, start = [], 0
+    ends = [match.end() for match in _BOUNDARY.finditer(data)]
+    for end in [*ends, len(data)]:
+        event = data[start:end]
+        if not _is_usage_only(event):
+            kept.append(event)
+        start = end
+    return b"".join(kept)
 
 
-def _json(data: bytes) -> Any:
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return None
+def _is_usage_only(event: bytes) -> bool:
+    if _NO_CHOICES.search(event) is None:
+        return False
+    found = list(documents(event))
+    return (
+        len(found) == 1
+        and found[0].get("choices") == []
+        and isinstance(found[0].get("usage"), dict)
+        and not found[0].get("error")
+    )
 
 
 def _choices(document: dict[str, Any]) -> Iterator[dict[str, Any]]:

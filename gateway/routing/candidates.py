@@ -66,7 +66,9 @@ def route_input(
         if rng is not None and others.age_s(now_s) > MAX_LOAD_AGE_S:
             num_drawn = max(1, len(candidates) // DRAWN_SHARE)
             request.draws = [rng.randrange(len(candidates)) for _ in range(num_drawn)]
-    if pool.is_strict or hashes is None or index is None:
+    if plan.inbound.surface == "none":
+        pass  # nothing to come home to: its load decides alone
+    elif pool.is_strict or hashes is None or index is None:
         request.mode = "strict" if pool.is_strict else "text"
         request.ring = pool.ring.order(plan.key.ring_key)
     # A home matters only for blocks that can be cached, while nobody holds a quarter of the

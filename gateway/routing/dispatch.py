@@ -149,6 +149,9 @@ class Dispatcher:
             plan: The request.
             exclude: Workers where an attempt of this request failed.
         """
+        pinned = plan.inbound.pinned
+        if pinned in plan.pool.workers:
+            exclude = {*exclude, *(worker for worker in plan.pool.workers if worker != pinned)}
         request = route_input(plan, self._clock(), exclude, self._random)
         self._rotation += 1
         if self.rollout.is_complete:

@@ -26,7 +26,8 @@ class Inbound:
     """A client's request, as far as routing reads it.
 
     Attributes:
-        surface: Which API it came by.
+        surface: How its prompt is read: a chat's, a completion's, not at all but routed by its
+            ``text`` (the body's ``prompt``), or ``none`` where no KV can be reused.
         body: Parsed body, as it will be forwarded.
         headers: Header names in lower case -> values.
         model: Model name the client asked for.
@@ -36,9 +37,10 @@ class Inbound:
         salt: Cache salt with which it is forwarded: None = as in the body; empty = without the
             body's.
         deadline_s: When its client gives up (monotonic); None = not told.
+        pinned: Worker that alone has what the request builds on; empty = any may serve it.
     """
 
-    surface: Literal["chat", "completions"]
+    surface: Literal["chat", "completions", "text", "none"]
     body: dict[str, Any]
     headers: Mapping[str, str]
     model: str
@@ -47,6 +49,7 @@ class Inbound:
     known: KnownBody | None = None
     salt: str | None = None
     deadline_s: float | None = None
+    pinned: str = ""
 
     @property
     def cache_salt(self) -> str:

@@ -84,6 +84,11 @@ class Reading:
         """
         reader = pool.reader
         plan = Plan(pool, inbound, 0, adapter=pool.adapter_of(inbound.model))
+        if inbound.surface == "none":
+            plan.num_tokens, plan.hashes, plan.unread = 1, (), "no_prompt"
+            return plan
+        if inbound.surface == "text":
+            return _unread(plan, "not_readable")
         if reader is None:
             return _unread(plan, "no_tokenizer")
         try:
@@ -182,8 +187,7 @@ def _salt(inbound: Inbound) -> str:
 
     What is hashed is what is forwarded: the engine separates prompts by this salt.
     """
-    salt = inbound.body.get("cache_salt")
-    return salt if isinstance(salt, str) else ""
+    return inbound.cache_salt
 
 
 def _draft(reader: PromptReader, inbound: Inbound, adapter: str) -> Draft:

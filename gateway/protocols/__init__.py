@@ -1,0 +1,1 @@
+"""The client APIs as tables and pure functions: surfaces, error shapes, translations."""

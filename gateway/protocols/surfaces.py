@@ -1,0 +1,114 @@
+"""Every path that clients may post to, and what the gateway does with it: one table.
+
+What is not in it does not exist here: an engine's administration paths are never proxied.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+Family = Literal["openai", "anthropic"]
+Way = Literal["chat", "messages", "count_tokens", "responses", "pass"]
+Markers = Literal["choices", "messages", "responses", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class SurfaceSpec:
+    """What is done with the requests to a path.
+
+    Attributes:
+        name: Of the surface, in records and metrics.
+        way: How its requests are served: read and passed on (``chat``, which completions are too),
+            passed on or translated (``messages``), counted here (``count_tokens``), passed on and
+            read where that can be (``responses``), passed on unread (``pass``).
+        family: Whose shape its errors have.
+        markers: What ends its event streams; without any, the end of the connection does.
+        needs: Member that the body must have beside the model, empty if there is none.
+    """
+
+    name: str
+    way: Way
+    family: Family = "openai"
+    markers: Markers = "none"
+    needs: str = ""
+
+
+SURFACES: dict[str, SurfaceSpec] = {
+    "/v1/chat/completions": SurfaceSpec("chat", "chat", markers="choices", needs="messages"),
+    "/v1/completions": SurfaceSpec("completions", "chat", markers="choices", needs="prompt"),
+    "/v1/messages": SurfaceSpec("messages", "messages", "anthropic", "messages", "messages"),
+    "/v1/messages/count_tokens": SurfaceSpec(
+        "count_tokens", "count_tokens", "anthropic", needs="messages"
+    ),
+    "/v1/responses": SurfaceSpec("responses", "responses", markers="responses"),
+    "/v1/embeddings": SurfaceSpec("embeddings", "pass", needs="input"),
+    "/v1/rerank": SurfaceSpec("rerank", "pass"),
+    "/v1/score": SurfaceSpec("score", "pass"),
+    "/v1/classify": SurfaceSpec("classify", "pass"),
+}
+# Ends with a slash: all paths below it.
+_BELOW = {"/v1/audio/": SurfaceSpec("audio", "pass")}
+_CONFIGURED = SurfaceSpec("other", "pass")
+
+# Last parts of paths by which engines are administered or looked into (vLLM, SGLang, llama.cpp).
+ADMINISTRATION = re.compile(
+    r"/(?:(?:un)?load_lora_adapter|lora[_-]adapters|reset_\w+_cache|flush_cache|clear_hicache\w*"
+    r"|sleep|wake_up|is_sleeping|(?:start|stop)_profile|collective_rpc|update_\w*weights\w*"
+    r"|init_weights\w*|(?:release|resume)_memory_occupation|abort_request|set_internal_state"
+    r"|pause\w*|continue_generation|shutdown|slots|props|admin|server_info|get_\w+|metrics)(?:/|$)"
+)
+
+
+class Surfaces:
+    """The paths of one gateway.
+
+    Args:
+        configured: More paths that are passed on; one that ends with ``/*`` stands for all below.
+    """
+
+    def __init__(self, configured: Iterable[str] = ()) -> None:
+        self._exact = dict(SURFACES)
+        self._below = dict(_BELOW)
+        for path in configured:
+            if path.endswith("/*"):
+                self._below[path[:-1]] = _CONFIGURED
+            else:
+                self._exact.setdefault(path, _CONFIGURED)
+
+    def find(self, path: str) -> SurfaceSpec | None:
+        """Return what is done with a path; None if it is none of ours. A look-up for most."""
+        spec = self._exact.get(path)
+        if spec is None and not ADMINISTRATION.search(path):
+            for below, under in self._below.items():
+                if path.startswith(below) and ".." not in path:
+                    return under
+        return spec
+
+    def patterns(self) -> Iterator[str]:
+        """Yield the paths as aiohttp's router takes them."""
+        yield from self._exact
+        for below in self._below:
+            yield below + "{rest:.+}"
+
+
+def check_pass_through(path: str) -> str:
+    """Return a configured path if it may be passed on.
+
+    Raises:
+        ValueError: If it is no path of an API, or administers engines.
+    """
+    if not re.fullmatch(r"/[A-Za-z0-9._/-]*[A-Za-z0-9_-](?:/\*)?", path) or ".." in path:
+        raise ValueError(f"expected a path such as /v1/pooling or /v1/images/*, got {path!r}")
+    if ADMINISTRATION.search(path) or path.startswith(("/admin", "/health", "/console")):
+        raise ValueError(f"{path!r} administers engines or this gateway and is never passed on")
+    return path
+
+
+def family_of(path: str) -> Family:
+    """Return whose shape errors have under a path, whether it exists or not."""
+    return "anthropic" if path.startswith("/v1/messages") else "openai"
