@@ -183,18 +183,36 @@ def _explain(error: ValidationError, layered: Layered) -> str:
     problems = error.errors(include_url=False)
     lines = []
     for problem in problems:
-        location = problem["loc"]
+        location = _written(problem["loc"], layered.values)
         # A bad item also makes its list "too short"; only the deepest problem helps.
-        if any(p["loc"][: len(location)] == location != p["loc"] for p in problems):
+        if any(p["loc"][: len(problem["loc"])] == problem["loc"] != p["loc"] for p in problems):
             continue
         if problem["type"] == "extra_forbidden":
             text = f"unknown key {location[-1]!r}"
         elif problem["type"] == "missing":
             text = "is required"
+        elif problem["type"] == "union_tag_not_found":
+            text = "needs a type"
+        elif problem["type"] == "union_tag_invalid":
+            text = f"type: expected one of {problem['ctx']['expected_tags']}"
         else:
             text = problem["msg"].removeprefix("Value error, ")
         lines.append(_problem(layered, location, text))
     return "\n".join(dict.fromkeys(lines))
+
+
+def _written(location: Location, values: Any) -> Location:
+    """Return a location as it stands in the file: without the ``type`` that chose its section."""
+    at: list[str | int] = []
+    for part in location:
+        if isinstance(values, dict) and part == values.get("type") and part not in values:
+            continue
+        at.append(part)
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            values = None
+    return tuple(at)
 
 
 def _problem(layered: Layered, location: Location, text: str) -> str:

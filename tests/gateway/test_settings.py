@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import Settings, check_redis_url, check_worker_url
+from gateway.config import Settings, check_redis_url
+from gateway.section import check_worker_url
 from gateway.settings import ConfigError, describe, load
 from gateway.unsupported import unsupported
 
@@ -211,27 +212,8 @@ def test_any_other_worker_url_is_refused(url: str) -> None:
         check_worker_url(url)
 
 
-UNSUPPORTED = {
-    "tenants[acme]: API keys": "tenants: [{name: acme, key_env: K}]",
-    "tenants[acme]: budgets": "tenants: [{name: acme, tokens_per_min: 5}]",
-    "tenants[acme].isolate_cache": "tenants: [{name: acme, isolate_cache: true}]",
-    "security.salt_secret_env": "security: {salt_secret_env: SALT}",
-}
-
-
-@pytest.mark.parametrize(("name", "line"), UNSUPPORTED.items(), ids=UNSUPPORTED)
-def test_a_known_feature_that_is_not_there_yet_is_refused_and_not_ignored(
-    write, name: str, line: str
-) -> None:
-    settings, _ = load(write(MINIMAL.replace("server: {port: 9000}", line)), environ={})
-
-    errors, _ = unsupported(settings)
-
-    assert any(error.startswith(name) for error in errors), errors
-
-
 IGNORED = {
-    "tenants": (MINIMAL + "tenants: [{name: acme, weight: 2}]\n"),
+    "tenants[acme]": (MINIMAL + "tenants: [{name: acme, weight: 2}]\n"),
     "telemetry.otlp_endpoint": (MINIMAL + "telemetry: {otlp_endpoint: 'http://h'}\n"),
 }
 

@@ -1,0 +1,98 @@
+"""The shape of ``pools[].discovery``: one closed section for each way to find workers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from gateway.section import PositiveInt, Seconds, Section, check_zmq_address
+
+RealPort = Annotated[int, Field(ge=1, le=65535)]
+
+
+class StaticDiscovery(Section):
+    """The workers are those of ``pools[].workers``."""
+
+    type: Literal["static"] = "static"
+
+
+class FileDiscovery(Section):
+    """Workers stand in a file of their own, which is read again when it changes."""
+
+    type: Literal["file"]
+    path: Annotated[str, Field(min_length=1)]
+
+
+class _Addressed(Section):
+    """What is to be said of workers of which only the host is found."""
+
+    scheme: Literal["http", "https"] = "http"
+    # With {ip} in the place of the worker's address; null = as the worker itself says.
+    kv_events: str | None = None
+    kv_replay: str | None = None
+
+    @field_validator("kv_events", "kv_replay")
+    @classmethod
+    def _template(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_zmq_address(filled(value, "127.0.0.1"))
+        return value
+
+
+class DnsDiscovery(_Addressed):
+    """Each address that a name resolves to is a worker."""
+
+    type: Literal["dns"]
+    name: Annotated[str, Field(min_length=1)]
+    # Of all workers; SRV records carry their own.
+    port: RealPort | None = None
+    srv: bool = False
+    interval_s: Seconds = 10
+    # A worker leaves once so many answers in a row are without it.
+    absent_answers: PositiveInt = 3
+    # How long the last answer holds while the resolver fails.
+    keep_s: Seconds = 600
+
+    @model_validator(mode="after")
+    def _one_port(self) -> DnsDiscovery:
+        if self.srv == (self.port is not None):
+            raise ValueError("expected port, or srv: true whose records carry it")
+        return self
+
+
+class KubernetesDiscovery(_Addressed):
+    """Workers are the pods that a label selector or a Service names."""
+
+    type: Literal["kubernetes"]
+    selector: str | None = None
+    service: str | None = None
+    # null: the gateway's own, or the one of the kubeconfig's context.
+    namespace: str | None = None
+    # null: the service account that the cluster gave this pod.
+    kubeconfig: str | None = None
+    context: str | None = None
+    port: RealPort | str = 8000
+    pool_label: str = "warmlane.io/pool"
+    model_label: str = "warmlane.io/model"
+    # Everything is listed anew so often, should a change have been missed.
+    relist_s: Seconds = 600
+
+    @model_validator(mode="after")
+    def _one_of(self) -> KubernetesDiscovery:
+        if (self.selector is None) == (self.service is None):
+            raise ValueError("expected either selector (of pods) or service (its EndpointSlices)")
+        if self.context is not None and self.kubeconfig is None:
+            raise ValueError("context needs kubeconfig, the file that it stands in")
+        return self
+
+
+DiscoveryConfig = Annotated[
+    StaticDiscovery | FileDiscovery | DnsDiscovery | KubernetesDiscovery,
+    Field(discriminator="type"),
+]
+
+
+def filled(template: str, host: str) -> str:
+    """Put a worker's address into a template; an IPv6 one in brackets."""
+    return template.replace("{ip}", f"[{host}]" if ":" in host else host)

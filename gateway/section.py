@@ -1,0 +1,59 @@
+"""What all parts of the configuration are made of: the closed section, and checked addresses."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+# tcp://HOST:PORT, where * as the host means that this side listens; or ipc://PATH.
+_ZMQ_ADDRESS = re.compile(r"tcp://(?:\*|\[[0-9A-Fa-f:.%]+\]|[^:/\[\]\s*]+):\d{1,5}|ipc://\S+")
+
+
+class Section(BaseModel):
+    """A part of the configuration: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def check_zmq_address(value: str) -> str:
+    """Return ``value`` if ZeroMQ can connect or listen there.
+
+    Raises:
+        ValueError: If it cannot; the message says what was expected.
+    """
+    if not _ZMQ_ADDRESS.fullmatch(value):
+        raise ValueError(
+            f"expected tcp://HOST:PORT or ipc://PATH (* as HOST listens), got {value!r}"
+        )
+    return value
+
+
+def check_worker_url(value: str) -> str:
+    """Return ``value`` without a trailing slash if it is an HTTP URL with a host.
+
+    Raises:
+        ValueError: If it is not; the message says what was expected (IPv6 hosts in brackets).
+    """
+    # A password in it is not for logs.
+    shown = re.sub(r"//[^/]*@", "//***@", value)
+    expected = f"expected http://HOST[:PORT] (an IPv6 host in brackets), got {shown!r}"
+    try:
+        parts = urlsplit(value)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname)
+        valid = valid and (parts.port is None or parts.port > 0)
+    except ValueError as error:
+        raise ValueError(expected) from error
+    if not valid or parts.query or parts.fragment or "@" in parts.netloc or "\\" in value:
+        raise ValueError(expected)
+    if parts.netloc.count(":") > 1 > value.count("["):
+        raise ValueError(expected)
+    return value.rstrip("/")
