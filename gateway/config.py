@@ -11,33 +11,35 @@ from ipaddress import ip_network
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-Port = Annotated[int, Field(ge=0, le=65535)]
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+from gateway.allowed import check_allowed_host
+from gateway.discovery_config import DiscoveryConfig, StaticDiscovery
+from gateway.section import (
+    NonNegativeInt,
+    Port,
+    PositiveInt,
+    Seconds,
+    Section,
+    Share,
+    check_worker_url,
+    check_zmq_address,
+)
+
 Auto = Literal["auto"]
-Share = Annotated[float, Field(ge=0, le=1)]
+# The name of an environment variable. A secret put here by mistake is none, and is not shown.
+EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
 AffinityKind = Literal["document", "knowledge_base", "session", "tenant", "prefix"]
 
-# tcp://HOST:PORT, where * as the host means that this side listens; or ipc://PATH.
-_ZMQ_ADDRESS = re.compile(r"tcp://(?:\*|\[[0-9A-Fa-f:.%]+\]|[^:/\[\]\s*]+):\d{1,5}|ipc://\S+")
 _SENTINEL_URL = re.compile(
     r"redis\+sentinel://(?:[^@/\s]*@)?[^@/,:\s]+:\d{1,5}(?:,[^@/,:\s]+:\d{1,5})*/[^/\s]+(?:/\d+)?"
 )
 
 
-class Section(BaseModel):
-    """A part of the configuration: immutable, unknown keys refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
 class AccessConfig(Section):
     """Who may operate the gateway and whose identity headers count."""
 
-    admin_token_env: str | None = None
+    admin_token_env: EnvName | None = None
     # Addresses and networks whose x-tenant-id is believed: a proxy that has checked who sends.
     trusted_peers: tuple[str, ...] = ()
 
@@ -139,10 +141,7 @@ class WorkerConfig(Section):
     def _zmq_addresses(cls, value: str | list[str] | None) -> str | list[str] | None:
         addresses = [value] if isinstance(value, str) else value or []
         for address in addresses:
-            if not _ZMQ_ADDRESS.fullmatch(address):
-                raise ValueError(
-                    f"expected tcp://HOST:PORT or ipc://PATH (* as HOST listens), got {address!r}"
-                )
+            check_zmq_address(address)
         return value
 
     @model_validator(mode="after")
@@ -152,12 +151,6 @@ class WorkerConfig(Section):
         if self.kv_replay is not None and self.kv_events is not None and events != replays:
             raise ValueError(f"kv_replay: expected {events} as in kv_events, got {replays}")
         return self
-
-
-class DiscoveryConfig(Section):
-    """Where workers come from."""
-
-    type: Literal["static", "file", "dns", "kubernetes"] = "static"
 
 
 class AffinityConfig(Section):
@@ -209,11 +202,11 @@ class PoolConfig(Section):
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     models: Annotated[tuple[str, ...], Field(min_length=1)]
-    aliases: dict[str, str] = {}
+    aliases: dict[str, str] = Field(default_factory=dict)
     engine: Literal["runner", "vllm", "sglang", "openai"] = "openai"
     tokenizer: str | None = None
     workers: tuple[WorkerConfig, ...] = ()
-    discovery: DiscoveryConfig = DiscoveryConfig()
+    discovery: DiscoveryConfig = StaticDiscovery()
     affinity: AffinityConfig = AffinityConfig()
     canonicalize: CanonicalizeConfig = CanonicalizeConfig()
     offload: OffloadConfig = OffloadConfig()
@@ -222,7 +215,10 @@ class PoolConfig(Section):
     block_size: PositiveInt | Auto = "auto"
     max_batched_tokens: PositiveInt = 8192
     capacity_tokens: PositiveInt | Auto = "auto"
+    # Where workers may be that are registered or discovered: networks and host names with *.
     worker_allow: tuple[str, ...] = ()
+    # Variable with the key that its workers ask for.
+    api_key_env: EnvName | None = None
     # PEM file of the authorities that sign https workers; None = the system's.
     worker_ca: str | None = None
     # Share of its models' traffic among the pools that have a weight and serve the same name.
@@ -233,6 +229,13 @@ class PoolConfig(Section):
     keep_warm: KeepWarmConfig = KeepWarmConfig()
     admission: AdmissionConfig = AdmissionConfig()
     retry: RetryConfig = RetryConfig()
+
+    @field_validator("worker_allow")
+    @classmethod
+    def _hosts(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        for value in values:
+            check_allowed_host(value)
+        return values
 
     @model_validator(mode="after")
     def _consistent(self) -> PoolConfig:
@@ -251,7 +254,7 @@ class MatchConfig(Section):
 
     tenant: str | None = None
     model: str | None = None
-    header: dict[str, str] = {}
+    header: dict[str, str] = Field(default_factory=dict)
     prompt_tokens_min: NonNegativeInt | None = None
     prompt_tokens_max: NonNegativeInt | None = None
     # Share of the prompt that a worker holds, of the pool where it would go otherwise.
@@ -283,9 +286,14 @@ class RouteConfig(Section):
 class TenantConfig(Section):
     """A group of API keys with its budgets."""
 
-    name: str
-    key_env: str | None = None
-    keys_file: str | None = None
+    # A label of metrics and a part of every key; what trusted peers may send as x-tenant-id.
+    name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[ -+\-.-~]+$")]
+    # API keys, or sha256:HASH, with commas between them.
+    key_env: EnvName | None = None
+    # One SHA-256 in hex a line; read again when it changes.
+    keys_file: Annotated[str, Field(min_length=1)] | None = None
+    # Names its clients may ask for; none = all.
+    models: tuple[str, ...] = ()
     requests_per_min: PositiveInt | None = None
     tokens_per_min: PositiveInt | None = None
     weight: PositiveInt = 1
@@ -297,7 +305,7 @@ class TenantConfig(Section):
 class SecurityConfig(Section):
     """Secrets, by the name of the environment variable that holds them."""
 
-    salt_secret_env: str | None = None
+    salt_secret_env: EnvName | None = None
 
 
 class TelemetryConfig(Section):
@@ -331,24 +339,6 @@ class Settings(Section):
         if twice := sorted({i for i in ids if ids.count(i) > 1}):
             raise ValueError(f"worker ids must differ between pools: {', '.join(twice)}")
         return self
-
-
-def check_worker_url(value: str) -> str:
-    """Return ``value`` without a trailing slash if it is an HTTP URL with a host.
-
-    Raises:
-        ValueError: If it is not; the message says what was expected (IPv6 hosts in brackets).
-    """
-    expected = f"expected http://HOST[:PORT] (an IPv6 host in brackets), got {value!r}"
-    try:
-        parts = urlsplit(value)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname)
-        valid = valid and (parts.port is None or parts.port > 0)
-    except ValueError as error:
-        raise ValueError(expected) from error
-    if not valid or parts.query or parts.fragment or parts.netloc.count(":") > 1 > value.count("["):
-        raise ValueError(expected)
-    return value.rstrip("/")
 
 
 def check_redis_url(value: str) -> str:

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gateway.config import MatchConfig, PoolConfig, RouteConfig, Settings
+    from gateway.config import MatchConfig, PoolConfig, RouteConfig, Settings, TenantConfig
 
 Problem = tuple[tuple[str | int, ...], str]
+
+# Engines that take no cache salt: nothing is known of what is behind an OpenAI-compatible address.
+UNSALTED_ENGINES = frozenset({"openai"})
 
 
 def problems(settings: Settings) -> Iterator[Problem]:
@@ -25,6 +28,8 @@ def problems(settings: Settings) -> Iterator[Problem]:
     for i, name in enumerate(names):
         if name in names[:i]:
             yield ("tenants", i, "name"), f"{name!r} stands twice; tenant names must differ"
+    yield from _tenant_models(settings)
+    yield from _isolation(settings)
 
 
 def names_of(pool: PoolConfig) -> set[str]:
@@ -45,6 +50,48 @@ def _sharing(settings: Settings) -> Iterator[Problem]:
             f"{processes} processes need a shared index: set index.backend to redis and index.url "
             "to its server (for example redis://127.0.0.1:6379/0), or processes to 1",
         )
+
+
+def _tenant_models(settings: Settings) -> Iterator[Problem]:
+    for i, tenant in enumerate(settings.tenants):
+        repeated = {name for name in tenant.models if tenant.models.count(name) > 1}
+        if repeated:
+            yield ("tenants", i, "models"), f"{', '.join(sorted(repeated))}: stands twice"
+
+
+def _isolation(settings: Settings) -> Iterator[Problem]:
+    """A tenant whose cache is isolated needs a secret, and engines that keep salts apart."""
+    for i, tenant in enumerate(settings.tenants):
+        if not tenant.isolate_cache:
+            continue
+        at = ("tenants", i, "isolate_cache")
+        if settings.security.salt_secret_env is None:
+            yield (
+                at,
+                "needs security.salt_secret_env: the environment variable with the secret that "
+                "salts are made from",
+            )
+        unsalted = [
+            pool.name
+            for pool in settings.pools
+            if pool.engine in UNSALTED_ENGINES and may_reach(settings, tenant, pool)
+        ]
+        if unsalted:
+            yield (
+                at,
+                f"{tenant.name!r} can reach {', '.join(unsalted)}, whose engine (openai) takes no "
+                "cache salt: expected engine vllm, sglang or runner there, or tenants[].models "
+                "that leaves it out",
+            )
+
+
+def may_reach(settings: Settings, tenant: TenantConfig, pool: PoolConfig) -> bool:
+    """Whether requests of a tenant may get to a pool: by a model, or as another pool's fallback."""
+    if not tenant.models or not names_of(pool).isdisjoint(tenant.models):
+        return True
+    # Names that no pool is configured with are adapters, which any pool may come to have.
+    known = {name for other in settings.pools for name in names_of(other)}
+    return not known.issuperset(tenant.models)
 
 
 def _shared_names(settings: Settings) -> Iterator[Problem]:

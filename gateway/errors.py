@@ -13,6 +13,7 @@ What a client gets, always as OpenAI's body and with ``x-request-id``::
     |   +-- BodyTooLarge         413
     |   +-- UnsupportedEncoding  415
     |   +-- ExpectationFailed    417
+    |   +-- RateLimited          429 rate_limit_error, retry-after
     |   +-- HeadTooLarge         431
     +-- WorkerFailed             502 api_error
     +-- PoolUnavailable          503 overloaded_error, retry-after
@@ -109,6 +110,10 @@ class Unauthorized(InvalidRequest):
     status = 401
     type = "authentication_error"
 
+    def http_headers(self) -> list[tuple[str, str]]:
+        """Return the headers of every error, and how to authenticate (RFC 9110, 15.5.2)."""
+        return [*super().http_headers(), ("www-authenticate", 'Bearer realm="warmlane"')]
+
 
 class Forbidden(InvalidRequest):
     """Who sends this may not do it."""
@@ -159,6 +164,13 @@ class ExpectationFailed(InvalidRequest):
     """An ``Expect`` header other than ``100-continue``."""
 
     status = 417
+
+
+class RateLimited(InvalidRequest):
+    """Its tenant has used up what it may use per minute; ``retry-after`` says when to come back."""
+
+    status = 429
+    type = "rate_limit_error"
 
 
 class HeadTooLarge(InvalidRequest):

@@ -37,7 +37,6 @@ from gateway.parts import (
     make_rewriters,
     make_tls,
 )
-from gateway.proxy.headers import TrustedPeers
 from gateway.proxy.server import API, LIFECYCLE, make_app, serve
 from gateway.replicas.load import LoadExchange
 from gateway.replicas.metrics import LoadCollector
@@ -52,6 +51,8 @@ from gateway.supervisor.supervisor import Supervisor
 from gateway.telemetry.log_metrics import DecisionLogCollector
 from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.requests import Telemetry
+from gateway.tenancy import Tenancy
+from gateway.tenancy.metrics import TenancyCollector
 from gateway.tokenize import Tokenize
 from gateway.unsupported import unsupported
 from gateway.warm.metrics import WarmCollector
@@ -105,11 +106,13 @@ class Gateway:
             raise ConfigError("\n".join(errors))
         self.settings = settings
         self._role = role
+        self.tenancy = Tenancy(settings)
         self.fleet = Fleet(settings)
         self.misses = MissReport(log_prompts=settings.telemetry.log_prompts)
         self.dispatcher = make_dispatcher(settings, self.fleet.pools, on_finish=self._finished)
         self.telemetry = Telemetry()
         self.telemetry.register(MissCollector(self.misses))
+        self.telemetry.register(TenancyCollector(self.tenancy))
         self.telemetry.register(FleetCollector(self.fleet, self.telemetry, time.monotonic))
         self.telemetry.register(DispatchCollector(self.dispatcher))
         logs_requests = settings.telemetry.log_level in ("debug", "info")
@@ -173,6 +176,7 @@ class Gateway:
             self._share(self.link.run())
         for sharer in self._sharers:
             self._share(sharer.run())
+        self._share(self.tenancy.keyring.run())
         await self.fleet.start()
         if self.warmer.is_keeping:
             self._share(self.warmer.keeper.run())
@@ -251,16 +255,16 @@ class Gateway:
             shared=self._shared_index,
             warmer=self.warmer,
         )
-        tokenize = Tokenize(self.dispatcher, limits)
+        tokenize = Tokenize(self.dispatcher, limits, self.tenancy)
         app = make_app(
             self.dispatcher,
             observe=self._observe,
             limits=limits,
             rewriters=self.rewriters,
             extra_routes=tokenize.routes(),
+            tenancy=self.tenancy,
         )
         app[API].proxy.offload_put = self.worth.offload_put
-        app[API].trusted_peers = TrustedPeers(server.access.trusted_peers)
         self.operators = Operators(self.settings.server, self._role, admin, self.telemetry)
         self.operators.place(app)
         return app

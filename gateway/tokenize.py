@@ -17,12 +17,14 @@ from gateway.fleet.worker_tokens import PATHS
 from gateway.proxy.body import parse_body, read_body
 from gateway.proxy.headers import request_id_from
 from gateway.proxy.responses import error_response, json_response
+from gateway.tenancy import NOBODY
 
 if TYPE_CHECKING:
     from gateway.proxy.body import Surface
     from gateway.proxy.limits import Limits
     from gateway.routing.dispatch import Dispatcher
     from gateway.routing.pool import Pool
+    from gateway.tenancy import Tenancy
     from prefix_index.prompts import PromptReader
 
 # A worker answers this from its HTTP thread.
@@ -47,10 +49,14 @@ class Tokenize:
     Args:
         dispatcher: Knows the pools.
         limits: Bounds on bodies.
+        tenancy: Who may ask; None = everybody.
     """
 
-    def __init__(self, dispatcher: Dispatcher, limits: Limits) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, limits: Limits, tenancy: Tenancy | None = None
+    ) -> None:
         self._dispatcher = dispatcher
+        self._tenancy = tenancy
         self._limits = limits
         # Pool -> context length its workers named; asked once.
         self._max_model_len: dict[str, int] = {}
@@ -63,7 +69,13 @@ class Tokenize:
         """``POST /tokenize``: ``{count, max_model_len, tokens}``."""
         request_id = request_id_from(request.headers.get("x-request-id"))
         try:
+            tenant = NOBODY
+            if self._tenancy is not None:
+                tenant = self._tenancy.identify_head(
+                    request.headers, request.raw_headers, request.transport
+                )
             body = _checked(await read_body(request, self._limits))
+            tenant.check_model(body["model"])
             pool = self._dispatcher.pool_for(body["model"])
             if pool is None:
                 raise ModelNotFound(f"The model {body['model']!r} does not exist.", param="model")

@@ -105,11 +105,12 @@ class Exchange(ABC):
         keep_alive: Whether the connection goes on after the answer; may be set to False.
         is_begun: Whether a byte of the answer was sent.
         is_ended: Whether the whole answer was sent.
+        limit_lines: Header lines of its answer, whatever that is, that tell of its tenant's limits.
     """
 
     __slots__ = (
         *("_is_chunked", "_protocol", "content_length", "head", "headers", "is_begun", "is_ended"),
-        *("is_http11", "keep_alive", "path"),
+        *("is_http11", "keep_alive", "limit_lines", "path"),
     )
 
     def __init__(
@@ -132,6 +133,7 @@ class Exchange(ABC):
         self.keep_alive = keep_alive and is_http11
         self.is_begun = False
         self.is_ended = False
+        self.limit_lines = b""
         self._is_chunked = False
 
     # What a front provides.

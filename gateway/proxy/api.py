@@ -15,11 +15,12 @@ from gateway.errors import GatewayError, InvalidRequest, PoolUnavailable, Shutti
 from gateway.proxy.body import Surface, parse_body
 from gateway.proxy.delivery import own_lines
 from gateway.proxy.forward import Proxy
-from gateway.proxy.headers import TrustedPeers, request_id_from
-from gateway.proxy.responses import AiohttpExchange, json_response
+from gateway.proxy.headers import request_id_from
+from gateway.proxy.responses import AiohttpExchange, error_response, json_response
 from gateway.routing.bodies import KnownBodies
 from gateway.routing.dispatch import Inbound, Outcome
 from gateway.telemetry.record import RequestRecord
+from gateway.tenancy import Tenancy, settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -52,10 +53,11 @@ class Api:
         lifecycle: Of this process.
         clock: Monotonic seconds, the dispatcher's.
         rewriters: Pool name -> its canonicalisation.
+        tenancy: Who sends a request; None = nobody is asked.
 
     Attributes:
         proxy: Forwards the requests.
-        trusted_peers: Whose tenant headers count; nobody's until it is set.
+        tenancy: As given.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Api:
         lifecycle: Lifecycle,
         clock: Callable[[], float],
         rewriters: Mapping[str, Rewriter],
+        tenancy: Tenancy | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._observe = observe
@@ -73,8 +76,8 @@ class Api:
         self._lifecycle = lifecycle
         self._clock = clock
         self._bodies = KnownBodies()
-        self.trusted_peers = TrustedPeers()
-        self.proxy = Proxy(dispatcher, limits, lifecycle, clock, rewriters)
+        self.tenancy = tenancy or Tenancy()
+        self.proxy = Proxy(dispatcher, limits, lifecycle, clock, rewriters, self.tenancy)
 
     def add_routes(self, app: web.Application) -> None:
         """Add the client surface to ``app``."""
@@ -93,6 +96,12 @@ class Api:
 
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: models, aliases and adapters of all pools, each once."""
+        try:
+            tenant = self.tenancy.identify_head(
+                request.headers, request.raw_headers, request.transport
+            )
+        except GatewayError as error:
+            return error_response(error, _request_id(request))
         names: dict[str, str | None] = {}
         for pool in self._dispatcher.pools.values():
             for name in (*pool.models, *pool.aliases):
@@ -100,7 +109,7 @@ class Api:
         for pool in self._dispatcher.pools.values():
             for name in sorted(pool.adapters_served()):
                 names.setdefault(name, pool.models[0])
-        data = [_card(name, parent) for name, parent in names.items()]
+        data = [_card(name, parent) for name, parent in names.items() if tenant.may_use(name)]
         return _json(request, {"object": "list", "data": data})
 
     async def live(self, request: web.Request) -> web.Response:
@@ -154,11 +163,10 @@ class Api:
         if self._lifecycle.draining:
             raise ShuttingDown("This gateway is shutting down; another one will answer.")
         exchange.admit_body(self._limits.body_bytes)
+        tenant = self.tenancy.identify(exchange)
+        record.tenant = tenant.name
         body = await exchange.read_body()
         surface = _SURFACES[exchange.path]
-        if self.trusted_peers and (transport := exchange.transport) is not None:
-            peer = transport.get_extra_info("peername")
-            record.tenant = self.trusted_peers.tenant(exchange.head.raw, peer)
         known = self._bodies.find(record.tenant, surface, body)
         if known is None:
             document = parse_body(body, surface)
@@ -166,10 +174,22 @@ class Api:
         document = known.document
         model = record.model = document["model"]
         record.stream = document.get("stream") is True
+        tenant.check_model(model)
         inbound = Inbound(
-            surface, document, exchange.headers, model, record.tenant, record.request_id, known
+            surface,
+            document,
+            exchange.headers,
+            model,
+            tenant.name,
+            record.request_id,
+            known,
+            tenant.salting(document),
         )
-        await self.proxy.forward(exchange, inbound, body, record, started_s)
+        grant = self.tenancy.admit(exchange, tenant, document)
+        try:
+            await self.proxy.forward(exchange, inbound, body, record, started_s)
+        finally:
+            settle(grant, record)
 
 
 def _card(name: str, parent: str | None) -> dict[str, object]:

@@ -236,7 +236,7 @@ def own_lines(exchange: Exchange, record: RequestRecord) -> bytes:
             f"x-warmlane-prompt-tokens: {record.prompt_tokens}\r\n"
             f"x-warmlane-hit-tokens: {record.predicted_hit_tokens}\r\n"
         )
-    return lines.encode()
+    return lines.encode() + exchange.limit_lines
 
 
 def _outcome(status: int) -> Outcome:

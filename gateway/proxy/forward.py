@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gateway.routing.dispatch import Dispatcher, Inbound, Target
     from gateway.routing.pool import Pool
     from gateway.telemetry.record import RequestRecord
+    from gateway.tenancy import Tenancy
 
 
 class Proxy:
@@ -34,6 +35,7 @@ class Proxy:
         lifecycle: Tells a shutdown from a client that left.
         clock: Monotonic seconds, the dispatcher's.
         rewriters: Pool name -> its canonicalisation; pools without one forward what came.
+        tenancy: Says whose the clients' keys are; None = the workers'.
 
     Attributes:
         offload_put: Caps what a worker offloads of each request; None = nothing is capped.
@@ -46,6 +48,7 @@ class Proxy:
         lifecycle: Lifecycle,
         clock: Callable[[], float],
         rewriters: Mapping[str, Rewriter],
+        tenancy: Tenancy | None = None,
     ) -> None:
         self.dispatcher = dispatcher
         self.limits = limits
@@ -53,6 +56,7 @@ class Proxy:
         self.clock = clock
         self.offload_put: OffloadPut | None = None
         self._rewriters = rewriters
+        self._tenancy = tenancy
         self._budgets: dict[str, RetryBudget] = {}
 
     async def forward(
@@ -78,7 +82,10 @@ class Proxy:
         head = exchange.head
         if not head.lines:
             named = head.headers.get("connection")
-            head.lines = to_worker(head.raw, named, self.limits.head_bytes)
+            keeps_keys = self._tenancy is None or self._tenancy.keeps_keys
+            head.lines = to_worker(
+                head.raw, named, self.limits.head_bytes, keeps_keys=keeps_keys
+            )
         headers = b"%bx-request-id: %b\r\n" % (head.lines, record.request_id.encode())
         routing_s = self.clock()
         form = self._known(target, inbound, body) or await self._routed(target, inbound, body)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from functools import lru_cache
-from ipaddress import IPv6Address, ip_address, ip_network
 
-from gateway.errors import HeadTooLarge, InvalidRequest
+from gateway.errors import HeadTooLarge
 
 RawPairs = Iterable[tuple[bytes, bytes]]
 
@@ -24,6 +22,8 @@ _NOT_FORWARDED = _HOP_BY_HOP | frozenset(
     b"host content-length expect accept-encoding content-encoding x-request-id"
     b" x-warmlane-explain x-data-parallel-rank x-kv-cache-source-host-port x-tenant-id".split()
 )
+# By which clients prove who they are, to the gateway where it asks them, else to the engine.
+_KEYS = frozenset((b"authorization", b"x-api-key", b"api-key"))
 # Framing and request id are this side's.
 _NOT_RETURNED = _HOP_BY_HOP | frozenset((b"content-length", b"x-request-id"))
 # What `connection` may say without naming further headers.
@@ -32,9 +32,6 @@ _PLAIN_CONNECTION = frozenset((b"", b"keep-alive", b"close"))
 _random = random.Random()
 # Long enough for any tracing scheme, short enough for a log line.
 MAX_REQUEST_ID_CHARS = 128
-TENANT_HEADER = b"x-tenant-id"
-# A tenant is a label of metrics and a part of every key.
-MAX_TENANT_CHARS = 128
 # Names are chosen by clients, so what is remembered of them must end somewhere.
 _MAX_KNOWN_NAMES = 1000
 
@@ -54,60 +51,8 @@ class _Prefixes(dict[bytes, bytes]):
 
 
 _forwarded = _Prefixes(_NOT_FORWARDED)
+_forwarded_without_keys = _Prefixes(_NOT_FORWARDED | _KEYS)
 _returned = _Prefixes(_NOT_RETURNED)
-
-
-class TrustedPeers:
-    """Whose identity headers count: proxies that have checked who sends.
-
-    Args:
-        networks: Addresses and networks, as configured; none trusts nobody.
-
-    Raises:
-        ValueError: If one of them is neither.
-    """
-
-    def __init__(self, networks: Iterable[str] = ()) -> None:
-        self._networks = tuple(ip_network(network) for network in networks)
-        # Peers are few; reading an address costs 5 us.
-        self._trusts = lru_cache(maxsize=1024)(self._is_in)
-
-    def __bool__(self) -> bool:
-        return bool(self._networks)
-
-    def tenant(self, raw: RawPairs, peer: object) -> str:
-        """Return the tenant that a request names, if its peer may name one; else empty.
-
-        Args:
-            raw: The request's headers as sent.
-            peer: The connection's ``peername``: (host, port, ...), or None once it is lost.
-
-        Raises:
-            InvalidRequest: If a peer that may name one names several, or one unfit for logs.
-        """
-        if not isinstance(peer, tuple) or not self._trusts(str(peer[0])):
-            return ""
-        given = [value.strip() for name, value in raw if name.lower() == TENANT_HEADER]
-        if not given or given == [b""]:
-            return ""
-        tenant = given[0].decode("latin-1")
-        if len(given) > 1 or len(tenant) > MAX_TENANT_CHARS or not _is_one_name(tenant):
-            raise InvalidRequest("Expected one x-tenant-id with one tenant.", code="bad_tenant")
-        return tenant
-
-    def _is_in(self, host: str) -> bool:
-        try:
-            # A link-local address comes with its zone.
-            address = ip_address(host.partition("%")[0])
-        except ValueError:
-            return False
-        if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-            address = address.ipv4_mapped
-        return any(address in network for network in self._networks)
-
-
-def _is_one_name(text: str) -> bool:
-    return text.isascii() and text.isprintable() and "," not in text
 
 
 def request_id_from(given: str | None) -> str:
@@ -118,19 +63,23 @@ def request_id_from(given: str | None) -> str:
     return f"{_random.getrandbits(128):032x}"
 
 
-def to_worker(raw: RawPairs, connection: str | None, max_bytes: int) -> bytes:
+def to_worker(
+    raw: RawPairs, connection: str | None, max_bytes: int, *, keeps_keys: bool = True
+) -> bytes:
     """Return the header lines to send on, without ``host``, ``content-length``, ``x-request-id``.
 
     Args:
         raw: The client's headers as sent.
         connection: The value of its ``connection`` header.
         max_bytes: Limit on all lines together.
+        keeps_keys: Whether the client's key is meant for the worker.
 
     Raises:
         HeadTooLarge: If they are larger.
     """
     raw = _without_named(raw, connection.encode() if connection else b"")
-    lines = [prefix + value for name, value in raw if (prefix := _forwarded[name])]
+    forwarded = _forwarded if keeps_keys else _forwarded_without_keys
+    lines = [prefix + value for name, value in raw if (prefix := forwarded[name])]
     # Answers are observed as they pass, so they must not be compressed.
     lines.append(b"accept-encoding: identity\r\n")
     block = b"\r\n".join(lines)

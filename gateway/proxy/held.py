@@ -56,12 +56,11 @@ def known_held_tokens(pool: Pool, inbound: Inbound) -> int | None:
     """
     if pool.index is None or pool.reader is None:
         return None
-    salt = inbound.body.get("cache_salt")
     try:
         draft = pool.reader.chat(
             inbound.body,
             adapter=pool.adapter_of(inbound.model),
-            salt=salt if isinstance(salt, str) else "",
+            salt=inbound.cache_salt,
         )
         if draft.unknown_chars <= MAX_INLINE_CHARS:
             prompt = draft.complete()

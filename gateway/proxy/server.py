@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gateway.proxy.rewrite import Rewriter
     from gateway.routing.dispatch import Dispatcher
     from gateway.telemetry.record import RequestRecord
+    from gateway.tenancy import Tenancy
 
 LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
 LIMITS = web.AppKey("limits", Limits)
@@ -58,6 +59,7 @@ def make_app(
     extra_routes: Sequence[web.RouteDef] = (),
     clock: Callable[[], float] = time.monotonic,
     rewriters: Mapping[str, Rewriter] | None = None,
+    tenancy: Tenancy | None = None,
 ) -> web.Application:
     """Build the application of the client port.
 
@@ -68,11 +70,14 @@ def make_app(
         extra_routes: More routes for this port, such as metrics.
         clock: Monotonic seconds; the dispatcher's.
         rewriters: Pool name -> its canonicalisation; None forwards what came.
+        tenancy: Who sends a request; None asks nobody.
     """
     app = web.Application()
     app[LIFECYCLE] = Lifecycle()
     app[LIMITS] = limits = limits or Limits()
-    app[API] = api = Api(dispatcher, observe, limits, app[LIFECYCLE], clock, rewriters or {})
+    app[API] = api = Api(
+        dispatcher, observe, limits, app[LIFECYCLE], clock, rewriters or {}, tenancy
+    )
     api.add_routes(app)
     app.add_routes(extra_routes)
     return app

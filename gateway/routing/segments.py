@@ -233,8 +233,7 @@ def _memory(pool: Pool) -> Recurrence:
 
 def _owner(inbound: Inbound) -> str:
     """Return whose text it is: tenants and salts never meet."""
-    salt = inbound.body.get("cache_salt")
-    return f"{len(inbound.tenant)}:{inbound.tenant}|{salt if isinstance(salt, str) else ''}"
+    return f"{len(inbound.tenant)}:{inbound.tenant}|{inbound.cache_salt}"
 
 
 def _texts(inbound: Inbound) -> list[tuple[str, str]]:

@@ -145,7 +145,6 @@ class PromptStore:
         if entry is not None and not self._is_new(entry, prompt, num_blocks):
             self._touch(key, entry, ticket.worker.id)
             return
-        salt = plan.inbound.body.get("cache_salt")
         stored = Stored(
             plan.pool.name,
             plan.key.ring_key,
@@ -154,7 +153,7 @@ class PromptStore:
             plan.inbound.tenant,
             version_of(plan.key.value),
             plan.inbound.model,
-            salt if isinstance(salt, str) else "",
+            plan.inbound.cache_salt,
             prompt.token_ids[: num_blocks * prompt.block_size],
             prompt.block_hashes[num_blocks - 1],
             self._clock(),

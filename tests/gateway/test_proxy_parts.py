@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from gateway.errors import HeadTooLarge, InvalidRequest, MalformedAnswer
 from gateway.proxy.encoding import Inflater
-from gateway.proxy.headers import TrustedPeers, request_id_from, to_client, to_worker
+from gateway.proxy.headers import request_id_from, to_client, to_worker
+from gateway.tenancy import TrustedPeers
 from gateway.proxy.retry import MAX_SAVED, RetryBudget
 
 NAMES = st.sampled_from(

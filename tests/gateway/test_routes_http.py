@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.proxy.headers import TrustedPeers
+from gateway.tenancy import TrustedPeers
 from gateway.proxy.server import API
 from gateway.routing.learner import Learner
 from gateway.routing.pool import Pool, Retry
@@ -165,7 +165,7 @@ async def test_a_tenant_header_counts_only_from_a_trusted_peer(
     networks: tuple[str, ...], expected: str
 ) -> None:
     async with openai_engine() as engine, gateway(engine.url) as gw:
-        gw.listener._runner.app[API].trusted_peers = TrustedPeers(networks)
+        gw.listener._runner.app[API].tenancy.peers = TrustedPeers(networks)
         await gw.post(headers={"X-Tenant-Id": "acme"})
         record = await gw.record()
 

@@ -1,0 +1,83 @@
+"""Refused keys, budgets and key files, read at scrape time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from prometheus_client.core import Metric
+
+    from gateway.tenancy.tenancy import Tenancy
+
+
+class TenancyCollector(Collector):
+    """Reads a tenancy; labels are configured tenants and bounded words.
+
+    Args:
+        tenancy: The one.
+    """
+
+    def __init__(self, tenancy: Tenancy) -> None:
+        self._tenancy = tenancy
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing to check for duplicates: names here are used nowhere else."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families."""
+        tenancy = self._tenancy
+        refused = CounterMetricFamily(
+            "warmlane_unauthorized_requests",
+            "Requests refused with 401, by whether a key was missing or unknown",
+            labels=("reason",),
+        )
+        for reason in ("missing", "unknown"):
+            refused.add_metric((reason,), tenancy.num_unauthorized[reason])
+        yield refused
+        yield from self._budgets()
+        yield from self._files()
+
+    def _budgets(self) -> Iterator[Metric]:
+        budgets = self._tenancy.budgets
+        labels = ("tenant", "resource")
+        limited = CounterMetricFamily(
+            "warmlane_rate_limited_requests",
+            "Requests refused since their tenant had used up its budget",
+            labels=labels,
+        )
+        spent = CounterMetricFamily(
+            "warmlane_budget_spent",
+            "What tenants with a budget used here: requests, or tokens as workers reported them",
+            labels=labels,
+        )
+        left = GaugeMetricFamily(
+            "warmlane_budget_remaining", "What is left of a tenant's budget", labels=labels
+        )
+        for budget in budgets:
+            for name, remaining in budgets.remaining(budget).items():
+                key = (budget.tenant, name)
+                limited.add_metric(key, budgets.num_refused[key])
+                spent.add_metric(key, max(0.0, budget.buckets[name].spent))
+                left.add_metric(key, remaining)
+        yield from (limited, spent, left)
+
+    def _files(self) -> Iterator[Metric]:
+        keyring = self._tenancy.keyring
+        errors = CounterMetricFamily(
+            "warmlane_tenant_keys_errors",
+            "Times a tenant's key file could not be used, so that its keys stayed as they were",
+            labels=("tenant",),
+        )
+        reloads = CounterMetricFamily(
+            "warmlane_tenant_keys_reloads", "Times a tenant's keys changed", labels=("tenant",)
+        )
+        for tenant in keyring.tenants_with_files:
+            errors.add_metric((tenant,), keyring.num_errors[tenant])
+            reloads.add_metric((tenant,), keyring.num_reloads[tenant])
+        yield from (errors, reloads)
