@@ -72,13 +72,14 @@ def rope_write_kernel(
     new_right = tl.where(is_turned, right * cosine + left * sine, right).to(qkv.dtype.element_ty)
     tl.store(qkv + place, new_left, mask=is_in & is_turned)
     tl.store(qkv + place + HALF, new_right, mask=is_in & is_turned)
-    token = tl.load(token_rows + row).to(tl.int64)
+    # The same for all heads.
+    token = tl.load(token_rows + row + head * 0).to(tl.int64)
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
     kv_head = tl.where(is_value, head - NUM_HEADS - NUM_KV_HEADS, head - NUM_HEADS)
     # A layer is 2 * BLOCK_SIZE tokens: its keys, then its values.
     kept = token + layer * (2 * BLOCK_SIZE) + tl.where(is_value, BLOCK_SIZE, 0)
     target = (kept * NUM_KV_HEADS + kv_head)[:, None] * (2 * HALF) + half[None, :]
-    is_kept = is_in & (head >= NUM_HEADS)[:, None] & (token >= 0)
+    is_kept = is_in & (head >= NUM_HEADS)[:, None] & (token >= 0)[:, None]
     tl.store(kv + target, new_left, mask=is_kept)
     tl.store(kv + target + HALF, new_right, mask=is_kept)
 

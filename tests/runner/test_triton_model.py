@@ -1,0 +1,128 @@
+"""A whole model on the GPU's kernels, against the same model on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.batch import Chunk
+from runner.model import Model
+from runner.weights import load_model
+from tests.runner.driver import Driver
+from tests.runner.triton_parts import DEVICE, gpu_ops
+
+PROMPT = [(17 * at + 5) % 97 for at in range(43)]
+
+
+class Replays:
+    """Stands for CUDA graphs: what was recorded is run again, on the tensors of that time."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.replayed = 0
+
+    def record(self, call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+        self.recorded += 1
+        result = torch.empty_like(call())
+
+        def replay() -> None:
+            self.replayed += 1
+            result.copy_(call())
+
+        return result, replay
+
+
+def load(folder: Path, monkeypatch: pytest.MonkeyPatch, recorder: Any = None) -> Model:
+    monkeypatch.setattr(
+        "runner.weights.open_gpu", lambda config, dtype: gpu_ops(config, dtype, recorder)
+    )
+    return load_model(folder, "float32", 1, device="cuda")
+
+
+def compare(model: Model, reference: Model, steps: list[list[Chunk]]) -> None:
+    pools = [each.new_pool(24, 16) for each in (model, reference)]
+    for chunks in steps:
+        actual, order = model.forward(chunks, pools[0])
+        expected, expected_order = reference.forward(chunks, pools[1])
+        assert order == expected_order
+        torch.testing.assert_close(actual.cpu(), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(pools[0].data.cpu(), pools[1].data, atol=1e-5, rtol=1e-5)
+
+
+def decode(lengths: list[int], at: int) -> list[Chunk]:
+    """One token for each of some samples, ``at`` steps after their prompts."""
+    return [
+        Chunk([3 + index], length + at, [4 * index, 4 * index + 1, 4 * index + 2], True)
+        for index, length in enumerate(lengths)
+    ]
+
+
+def prompts(lengths: list[int]) -> list[Chunk]:
+    return [
+        Chunk(PROMPT[:length], 0, [4 * index, 4 * index + 1, 4 * index + 2], index != 1)
+        for index, length in enumerate(lengths)
+    ]
+
+
+def test_logits_and_pool_are_those_of_the_cpu(
+    tiny: Model, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [5, 16, 33]
+    model = load(tiny_dir, monkeypatch)
+    mixed = [*decode(lengths[:2], 0), Chunk(PROMPT[:7], 33, [8, 9, 10], True)]
+    compare(model, tiny, [prompts(lengths), mixed, decode(lengths[:2], 1)])
+    assert model.kernel_family.startswith(f"{DEVICE.type}-float32-triton")
+
+
+def test_recorded_decode_steps_compute_what_unrecorded_ones_do(
+    tiny: Model, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Replays()
+    model = load(tiny_dir, monkeypatch, recorder)
+    lengths = [5, 16, 33]
+    steps = [prompts(lengths), *(decode(lengths, at) for at in range(3))]
+    # Another number of rows that is padded to the same size, and one that has its own.
+    compare(model, tiny, [*steps, decode([8, 19, 36, 0], 0), decode([9], 0)])
+    assert (recorder.recorded, recorder.replayed) == (2, 3)
+
+
+def test_a_step_that_no_graph_fits_runs_launch_by_launch(
+    tiny: Model, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Replays()
+    model = load(tiny_dir, monkeypatch, recorder)
+    monkeypatch.setattr("runner.ops.cuda.graphs.TABLE_SIZE", 1)
+    compare(model, tiny, [prompts([5, 16, 33]), decode([5, 16, 33], 0)])
+    assert recorder.recorded == 0
+
+
+def test_an_engine_gives_the_cpus_tokens_cold_and_warm_and_after_preemption(
+    tiny: Model, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = []
+    for model in (tiny, load(tiny_dir, monkeypatch, Replays())):
+        # Too few blocks for all of them: some are preempted and computed again.
+        driver = Driver(model, pool_tokens=10 * 16, max_seqs=4, max_batched_tokens=32)
+        asked = [driver.submit(PROMPT[:length], max_tokens=6) for length in (5, 33, 40, 33)]
+        driver.run()
+        asked.append(driver.submit(PROMPT[:33], max_tokens=6))
+        driver.run()
+        assert driver.cached_tokens(asked[-1]) == 32
+        answers.append([driver.tokens(request) for request in asked])
+    assert answers[1] == answers[0]
+
+
+def test_sampling_with_a_seed_draws_the_same_tokens(
+    tiny: Model, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = []
+    for model in (tiny, load(tiny_dir, monkeypatch)):
+        driver = Driver(model)
+        asked = driver.submit(PROMPT, temperature=0.8, top_p=0.9, seed=3, max_tokens=4)
+        driver.run()
+        answers.append(driver.tokens(asked))
+    assert answers[1] == answers[0]
