@@ -26,6 +26,8 @@ class Prompt:
         block_size: Tokens per block.
         root: Parent of the first block.
         pieces: Tokens of each rendered segment.
+        held_blocks: Lengths of the hits that the last look-up found, where they differed: a hint
+            for the next one.
     """
 
     num_tokens: int
@@ -33,6 +35,7 @@ class Prompt:
     block_size: int
     root: BlockHash
     pieces: list[array[int]]
+    held_blocks: Sequence[int] = field(default=(), repr=False, compare=False)
     _chains: dict[int, list[BlockHash]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod

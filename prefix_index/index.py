@@ -168,7 +168,7 @@ class Index:
             self._sweeping = 0
         return self._retired != 0
 
-    def match(self, hashes: Sequence[BlockHash]) -> dict[str, Hit]:
+    def match(self, hashes: Sequence[BlockHash], probes: Iterable[int] = ()) -> dict[str, Hit]:
         """Return the leading hit of each worker that has one.
 
         Two look-ups for a prompt that its holders hold to its end, else
@@ -178,6 +178,8 @@ class Index:
 
         Args:
             hashes: A prompt's chain from its first block; pass the ``usable_blocks`` only.
+            probes: Hit lengths in blocks that are likely, in ascending order: each that is right
+                saves a bisection.
         """
         if not hashes:
             return {}
@@ -193,7 +195,18 @@ class Index:
         if last:
             self._add_lengths(lengths, last, num_blocks)
         # (low, its mask, high, its mask): whoever sees low but not high ends in between.
-        spans = [(0, first, num_blocks - 1, last)] if first != last else []
+        spans = []
+        if first != last:
+            low, low_mask = 0, first
+            for length in probes:
+                for at in (length - 1, length):
+                    if low < at < num_blocks - 1:
+                        mask = visible[states[find(hashes[at])]] & live
+                        if mask != low_mask:
+                            spans.append((low, low_mask, at, mask))
+                        low, low_mask = at, mask
+            if low_mask != last:
+                spans.append((low, low_mask, num_blocks - 1, last))
         while spans:
             low, low_mask, high, high_mask = spans.pop()
             if high - low == 1:

@@ -49,7 +49,7 @@ def route_input(
     index = pool.index
     # Equal to the blocks in ``hashes`` where all of them are known.
     num_blocks = 0 if hashes is None else usable_blocks(prompt_tokens, pool.block_size)
-    hits = index.match(hashes) if index is not None and hashes else {}
+    hits = _match(index, plan) if index is not None and hashes else {}
     candidates = _candidates(plan, now_s, num_blocks, exclude, hits)
     request = RouteInput(now_s, prompt_tokens, candidates)
     request.output_tokens = pool.output_length.mean_tokens
@@ -76,6 +76,17 @@ def route_input(
     elif num_blocks and (request.draws or not _is_held(candidates, hits, prompt_tokens)):
         request.home = plan.home
     return request
+
+
+def _match(index: Index, plan: Plan) -> dict[str, Hit]:
+    """Look up who holds what of a prompt, where it ended the last time first."""
+    prompt, hashes = plan.prompt, plan.hashes or ()
+    if prompt is None:
+        return index.match(hashes)
+    hits = index.match(hashes, prompt.held_blocks)
+    lengths = {sum(hit) // index.block_size for hit in hits.values()}
+    prompt.held_blocks = sorted(lengths) if len(lengths) > 1 else ()
+    return hits
 
 
 def _candidates(

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 GRAIN_TOKENS = 512
 # How long the oldest block is believed to be still there: nothing against how its worth fades.
 CHECK_S = 0.25
+# A prompt that was touched so shortly before is as recent as it will be.
+FRESH_S = 0.5
 # Bound for workers whose capacity is unknown or whose index is never asked: 33M tokens.
 MAX_ENTRIES = 65_536
 
@@ -37,10 +39,10 @@ class LruMirror:
 
     def touch(self, hashes: Sequence[BlockHash], now_s: float) -> None:
         """Note a prompt routed to the worker. The deepest block is the first to go later."""
-        if not hashes:
+        used = self._last_use_s
+        if not hashes or now_s - used.get(hashes[-1], float("-inf")) < FRESH_S:
             return
         self._believed_until_s = float("-inf")
-        used = self._last_use_s
         for block in (hashes[-1], *hashes[self._stride - 1 :: self._stride][::-1]):
             used[block] = now_s
             used.move_to_end(block)

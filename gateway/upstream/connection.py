@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 # An engine's head is a few hundred bytes; this leaves room for odd ones and bounds memory.
 MAX_HEAD_BYTES = 64 << 10
-# Bodies up to this size go out in one write with their head; a copy is cheaper than a system call.
-MAX_JOINED_BYTES = 64 << 10
 # Headers that decide how an answer is read.
 _READ_HERE = frozenset(
     b"connection content-encoding content-length content-type transfer-encoding".split()
@@ -91,11 +89,7 @@ class Connection(asyncio.Protocol):
         self._headers = []  # trailers of the answer before
         self._is_head_request = is_head_request
         self.head_done = self._is_message_complete = self._is_until_close = False
-        if len(body) <= MAX_JOINED_BYTES:
-            transport.write(head + body)
-        else:
-            transport.write(head)
-            transport.write(body)
+        transport.writelines((head, body) if body else (head,))
         try:
             # The state of this connection may already be that of its next exchange.
             while not response.status and response.error is None:
