@@ -16,7 +16,7 @@ from gateway.fleet.adapters import cards, fetch_models, take_adapters
 from gateway.fleet.peers import PeerWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from gateway.routing.pool import Pool, Worker
     from gateway.upstream.client import Upstream
@@ -67,12 +67,21 @@ class Identity:
         pool: Its pool.
         workers: Its workers, one for each rank; get adapters, fingerprint and peers. May change.
         upstream: Its connections.
+        on_models: Told of each list of models that it gives.
     """
 
-    def __init__(self, pool: Pool, workers: Sequence[Worker], upstream: Upstream) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        workers: Sequence[Worker],
+        upstream: Upstream,
+        *,
+        on_models: Callable[[object], object] = lambda _document: None,
+    ) -> None:
         self._pool = pool
         self._workers = workers
         self._upstream = upstream
+        self._on_models = on_models
         self._tokenizer: str | None = None
         self._peers = PeerWatch(pool, workers, upstream)
 
@@ -89,6 +98,7 @@ class Identity:
         document = await fetch_models(self._upstream)
         if document is None:
             return
+        self._on_models(document)
         if self._tokenizer is None and self._pool.engine == "runner":
             self._tokenizer = await _fetch_tokenizer(self._upstream)
         fingerprint = Fingerprint(weights_of(document), self._tokenizer or "", kv_dtype)

@@ -13,29 +13,26 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from gateway.fleet import learned
 from gateway.fleet.engine import Engine
-from gateway.fleet.fingerprints import Identity, regroup
+from gateway.fleet.fingerprints import regroup
 from gateway.fleet.follow import Following
 from gateway.fleet.index_state import index_state
-from gateway.fleet.parity import ParityCheck
 from gateway.fleet.prompts import PoolPrompts
 from gateway.fleet.reset import reset_cache
-from gateway.fleet.watch import Watch
-from gateway.routing.outcome import Outcome, is_comparable
+from gateway.fleet.tending import Tending
+from gateway.fleet.upstreams import make_upstream
 from gateway.routing.pool import Pool
-from gateway.settings import ConfigError
-from gateway.tls import TlsError, worker_context
-from gateway.upstream.client import Upstream
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Callable, Coroutine
     from typing import Any
 
-    from gateway.config import PoolConfig, Settings
+    from gateway.config import PoolConfig, Settings, WorkerConfig
     from gateway.fleet.feed import Feed
-    from gateway.fleet.scrape import Scrape
+    from gateway.fleet.parity import ParityCheck
     from gateway.fleet.sources import EventSource
+    from gateway.fleet.watch import Watch
     from gateway.routing.dispatch import Plan, Ticket
     from gateway.routing.pool import Worker
     from gateway.telemetry.record import RequestRecord
@@ -46,6 +43,8 @@ SILENCE_CHECK_S = 1.0
 SWEEP_BLOCKS = 1_000
 # Slices freed each time; new blocks free some on their own.
 MAX_SWEEPS = 50
+# A worker that left is looked at this often, until its last request is over.
+LEFT_CHECK_S = 1.0
 # How long the start waits for every worker's first answer; one that hangs must not hold it up.
 FIRST_CHECK_S = 3.0
 
@@ -67,6 +66,8 @@ class Fleet:
         on_followable: Called with each worker whose events can be followed from here on; follows
             it. Replace it before ``start`` where somebody else decides who follows whom.
         on_gone: Called with each worker that is no more, before it leaves its pool.
+        on_left: Called with each worker that is no more, once its last request is over.
+        on_models: Called with an address's id and its list of models, each time it gave one.
 
     Raises:
         ConfigError: If a configured tokenizer or template cannot be used.
@@ -78,25 +79,34 @@ class Fleet:
         self.parities: dict[str, ParityCheck] = {}
         self.on_followable: Callable[[Worker], object] = self.follow
         self.on_gone: Callable[[Worker], object] = self.unfollow
+        self.on_left: Callable[[Worker], object] = lambda _worker: None
+        self.on_models: Callable[[str, object], object] = lambda _id, _document: None
         self._clock = clock
-        self._log_prompts = settings.telemetry.log_prompts
+        self._settings = settings
         self._prompts: dict[str, PoolPrompts] = {}
+        self._configs: dict[str, PoolConfig] = {}
+        # Address -> who tends it.
+        self._tendings: dict[str, Tending] = {}
         # Worker id -> its pool and address.
         self._homes: dict[str, tuple[Pool, Engine]] = {}
+        # Workers that left and still have requests under way.
+        self._leaving: dict[Engine, list[Worker]] = {}
+        self._is_started = False
         self._followable: set[str] = set()
         self._tasks: set[asyncio.Task[object]] = set()
-        self._following = Following(self._spawn, clock)
+        self._following = Following(self.spawn, clock)
         self.feeds: dict[str, Feed] = self._following.feeds
         for config in settings.pools:
-            self._add_pool(config, settings)
+            self._add_pool(config)
 
     async def start(self) -> None:
         """Start watching; returns when every worker was asked once or ``FIRST_CHECK_S`` is over."""
+        self._is_started = True
+        for tending in list(self._tendings.values()):
+            tending.start()
         for pool in self.pools:
-            for engine in self._engines(pool):
-                self._watch(pool, engine)
-            self._start_feeds(pool)
-        self._spawn(self._look_after_feeds())
+            self.start_feeds(pool)
+        self.spawn(self._look_after_feeds())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_CHECK_S):
                 for watch in list(self.watches.values()):
@@ -107,35 +117,86 @@ class Fleet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for pool in self.pools:
-            for engine in self._engines(pool):
-                engine.upstream.close()
+        for engine in (*(t.engine for t in self._tendings.values()), *self._leaving):
+            engine.upstream.close()
         self._following.close()
+
+    def members(self) -> dict[str, Tending]:
+        """Return every address by its id: configured, found or registered."""
+        return dict(self._tendings)
+
+    def add(self, pool: str, config: WorkerConfig, *, by: str = "") -> list[Worker]:
+        """Add an address to a pool; it gets requests from here on.
+
+        Args:
+            pool: Name of the pool.
+            config: The address.
+            by: Who adds it; empty = the configuration or its discovery, which may take it back.
+
+        Returns:
+            Its workers, as far as its ranks are known.
+
+        Raises:
+            ValueError: If the id is taken, or there is no such pool.
+            ConfigError: If what the pool verifies workers with cannot be used.
+        """
+        found = next((one for one in self.pools if one.name == pool), None)
+        if found is None:
+            raise ValueError(f"there is no pool {pool!r}")
+        if config.id in self._tendings or config.id in self._homes:
+            raise ValueError(f"worker id {config.id!r} is taken")
+        tending = self._join(found, config, by)
+        regroup(found)
+        if self._is_started:
+            tending.start()
+            self.start_feeds(found)
+        return list(tending.engine.workers)
+
+    def remove(self, address_id: str) -> bool:
+        """Take an address out of its pool: no new requests, no cut ones.
+
+        Its connections close once its last request is over.
+
+        Returns:
+            Whether there was one.
+        """
+        tending = self._tendings.pop(address_id, None)
+        if tending is None:
+            return False
+        tending.stop()
+        self._drop(tending.pool, list(tending.engine.workers))
+        regroup(tending.pool)
+        self._leaving[tending.engine] = list(tending.engine.workers)
+        self.spawn(self._see_off(tending.engine))
+        return True
+
+    def drain(self, address_id: str, *, draining: bool = True) -> None:
+        """Send an address no new requests, or send it some again.
+
+        Raises:
+            KeyError: If there is none.
+        """
+        for worker in self._tendings[address_id].engine.workers:
+            worker.draining = draining
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Take over what may be configured anew: what addresses that are added from here on get.
+
+        Args:
+            settings: With the same pools.
+        """
+        self._settings = settings
+        self._configs = {config.name: config for config in settings.pools}
 
     def observe(self, record: RequestRecord) -> None:
         """Learn from a finished request which workers owe us events."""
-        feed = self.feeds.get(record.worker)
-        if feed is None or record.outcome != "ok":
-            return
-        if record.prompt_tokens - (record.observed_hit_tokens or 0) > feed.announced_tokens:
-            feed.saw_new_prompt()
+        learned.of_record(record, self.feeds.get(record.worker))
 
     def finished(self, plan: Plan, ticket: Ticket) -> None:
         """Take note of an attempt that is over; the dispatcher's ``on_finish``."""
-        parity = self.parities.get(ticket.worker.id)
-        if parity is not None:
-            parity.finished(plan, ticket)
-        feed = self.feeds.get(ticket.worker.id)
-        if feed is None or ticket.outcome != Outcome.OK:
-            return
-        body = plan.inbound.body
-        if plan.prompt is not None and plan.prompt.num_tokens >= feed.announced_tokens:
-            is_salted = bool(body.get("cache_salt"))
-            feed.saw_prompt(plan.prompt.block_hashes[0], is_salted=is_salted)
-        observed = ticket.observed_hit_tokens
-        # Workers that never report any are not asked to report many.
-        if observed is not None and ticket.worker.reports_cached and is_comparable(body):
-            feed.saw_hit(predicted_tokens=ticket.predicted_hit_tokens, observed_tokens=observed)
+        worker_id = ticket.worker.id
+        feed, parity = self.feeds.get(worker_id), self.parities.get(worker_id)
+        learned.of_attempt(plan, ticket, feed, parity)
 
     def follow(
         self,
@@ -223,12 +284,37 @@ class Fleet:
         """Whether a worker announces its blocks, as configured or as it says."""
         return self.source_of(worker) is not None
 
-    def _engines(self, pool: Pool) -> list[Engine]:
-        """Return the addresses of a pool, each once."""
-        return list({self._homes[worker_id][1]: None for worker_id in pool.workers})
+    def renew(self, tending: Tending, gone: list[Worker]) -> None:
+        """Put an address's new workers into the places of those it had before."""
+        is_draining = any(worker.draining for worker in gone)
+        self._drop(tending.pool, gone)
+        for worker in gone:
+            self.watches.pop(worker.id, None)
+            self.parities.pop(worker.id, None)
+        for worker in tending.engine.workers:
+            worker.draining = is_draining
+            tending.pool.add(worker)
+            self._homes[worker.id] = tending.pool, tending.engine
+        tending.look_after()
+        regroup(tending.pool)
 
-    def _add_pool(self, config: PoolConfig, settings: Settings) -> None:
-        limits = settings.server.limits
+    def start_feeds(self, pool: Pool) -> None:
+        """Say whose events can be followed, once the pool has an index to put them into."""
+        if pool.index is None:
+            return
+        for worker in pool.workers.values():
+            if worker.id not in self._followable and self.has_events(worker):
+                self._followable.add(worker.id)
+                self.on_followable(worker)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
+        """Start a task that ends with the fleet, and whose failure is said."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _add_pool(self, config: PoolConfig) -> None:
         pool = Pool(
             config.name,
             models=config.models,
@@ -238,106 +324,50 @@ class Fleet:
             set_size=config.affinity.set_size,
             is_strict=config.affinity.mode == "strict",
         )
+        max_blocks = self._settings.index.max_blocks
+        self._configs[pool.name] = config
+        self._prompts[pool.name] = PoolPrompts(pool, config, max_blocks=max_blocks)
         for item in config.workers:
-            upstream = Upstream(
-                item.url,
-                ssl=_context(config, item.url),
-                first_byte_s=limits.first_byte_s,
-                total_s=limits.request_s,
-            )
-            engine = Engine(item, config, upstream)
-            for worker in engine.workers:
-                pool.add(worker)
-                self._homes[worker.id] = pool, engine
-        self._prompts[pool.name] = PoolPrompts(pool, config, max_blocks=settings.index.max_blocks)
+            self._join(pool, item, "")
         self.pools.append(pool)
 
-    def _watch(self, pool: Pool, engine: Engine) -> None:
-        identity = Identity(pool, engine.workers, engine.upstream)
-        asking: asyncio.Task[object] | None = None
-
-        def new_epoch() -> None:
-            log.info("worker_restarted", worker=engine.id)
-            identity.restarted()
-            for worker in engine.workers:
-                self.parities[worker.id].restarted()
-                feed = self.feeds.get(worker.id)
-                if feed is not None:
-                    feed.new_epoch()
-                else:
-                    pool.forget(worker)
-
-        async def alive(scrape: Scrape) -> None:
-            nonlocal asking
-            for feed in self._feeds_of(engine):
-                feed.tell_block_size()
-            gone = await engine.learn(scrape, self._clock())
-            if gone:
-                self._replace(pool, gone, engine, watch)
-            prompts = self._prompts[pool.name]
-            if prompts.is_wanted:
-                await prompts.learn(engine.upstream, engine.workers[0].block_size)
-            self._start_feeds(pool)
-            if asking is None or asking.done():
-                asking = self._spawn(identity.check(scrape.kv_dtype))
-            for worker in engine.workers:
-                parity = self.parities[worker.id]
-                if parity.is_due:
-                    self._spawn(parity.check())
-
-        watch = Watch(
-            engine.id,
-            engine.workers,
-            engine.upstream,
-            on_epoch=new_epoch,
-            on_alive=alive,
-            clock=self._clock,
-        )
-        for worker in engine.workers:
-            self._look_after(pool, worker, engine, watch)
-        self._spawn(watch.run())
-
-    def _look_after(self, pool: Pool, worker: Worker, engine: Engine, watch: Watch) -> None:
-        def resume() -> None:
-            feed = self.feeds.get(worker.id)
-            if feed is not None:
-                feed.resume()
-
-        self.watches[worker.id] = watch
-        self.parities[worker.id] = ParityCheck(
+    def _join(self, pool: Pool, item: WorkerConfig, by: str) -> Tending:
+        config = self._configs[pool.name]
+        upstream = make_upstream(config, item.url, self._settings.server.limits)
+        tending = self._tendings[item.id] = Tending(
+            self,
             pool,
-            worker,
-            engine.upstream,
-            resume=resume,
-            log_prompts=self._log_prompts,
+            Engine(item, config, upstream),
+            item,
+            by=by,
+            prompts=self._prompts[pool.name],
+            log_prompts=self._settings.telemetry.log_prompts,
             clock=self._clock,
         )
+        for worker in tending.engine.workers:
+            pool.add(worker)
+            self._homes[worker.id] = pool, tending.engine
+        return tending
 
-    def _replace(self, pool: Pool, gone: list[Worker], engine: Engine, watch: Watch) -> None:
-        """Put an address's new workers into the places of those it had before."""
-        for worker in gone:
+    def _drop(self, pool: Pool, workers: list[Worker]) -> None:
+        for worker in workers:
             self.on_gone(worker)
             pool.remove(worker.id)
             self._followable.discard(worker.id)
-            for table in (self._homes, self.watches, self.parities):
-                table.pop(worker.id, None)
-        for worker in engine.workers:
-            pool.add(worker)
-            self._homes[worker.id] = pool, engine
-            self._look_after(pool, worker, engine, watch)
-        regroup(pool)
+            self._homes.pop(worker.id, None)
 
-    def _feeds_of(self, engine: Engine) -> list[Feed]:
-        return [self.feeds[w.id] for w in engine.workers if w.id in self.feeds]
-
-    def _start_feeds(self, pool: Pool) -> None:
-        """Say whose events can be followed, once the pool has an index to put them into."""
-        if pool.index is None:
-            return
-        for worker in pool.workers.values():
-            if worker.id not in self._followable and self.has_events(worker):
-                self._followable.add(worker.id)
-                self.on_followable(worker)
+    async def _see_off(self, engine: Engine) -> None:
+        """Wait for the last requests of an address that left, and close its connections."""
+        workers = self._leaving[engine]
+        while any(worker.books.in_flight for worker in workers):  # noqa: ASYNC110  # no event
+            await asyncio.sleep(LEFT_CHECK_S)
+        # A request is accounted for a moment after its worker is free.
+        await asyncio.sleep(LEFT_CHECK_S)
+        del self._leaving[engine]
+        engine.upstream.close()
+        for worker in workers:
+            if worker.id not in self._homes:
+                self.on_left(worker)
 
     async def _look_after_feeds(self) -> None:
         while True:
@@ -355,24 +385,8 @@ class Fleet:
                 is_more |= pool.index.sweep(SWEEP_BLOCKS)
         return is_more
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
     def _ended(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             # A worker nobody watches would be routed to for ever: say it loudly.
             log.error("background_task_failed", error=repr(error), exc_info=error)
-
-
-def _context(config: PoolConfig, url: str) -> ssl.SSLContext | None:
-    """Return what a worker of a pool is verified with; None if it speaks plain HTTP."""
-    if not url.lower().startswith("https:"):
-        return None
-    try:
-        return worker_context(config.worker_ca)
-    except TlsError as error:
-        raise ConfigError(f"pools[{config.name}].worker_ca: {error}") from error
