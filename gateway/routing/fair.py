@@ -101,6 +101,31 @@ class FairQueue(Generic[T]):
             waiting = {name for _, name in self._lines}
             self._served = {name: at for name, at in self._served.items() if name in waiting}
 
+    def surplus(self, tenant: str) -> Place[T] | None:
+        """Return who has to go so that one more of ``tenant`` can wait; None if nobody has to.
+
+        That is the last one of the tenant with most places for its weight, among those of the
+        lowest rank, if it has a place more for its weight than ``tenant`` would have; of a lower
+        rank in any case.
+        """
+        if not self._lines:
+            return None
+        mine = self._standings.get(tenant, _USUAL)
+        lowest = max(rank for rank, _ in self._lines)
+        if lowest < -mine.priority:
+            return None
+        fullest = max(
+            (key for key in self._lines if key[0] == lowest),
+            key=lambda key: len(self._lines[key]) / self._weight(key[1]),
+        )
+        line = self._lines[fullest]
+        if lowest == -mine.priority:
+            own = self._lines.get((lowest, tenant), ())
+            is_more = (len(line) - 1) / self._weight(fullest[1]) >= (len(own) + 1) / mine.weight
+            if fullest[1] == tenant or not is_more:
+                return None
+        return next(reversed(line))
+
     def in_order(self) -> Iterator[Place[T]]:
         """Yield those who wait, the next one first, as if each was served; change nothing."""
         heap = []
@@ -115,4 +140,7 @@ class FairQueue(Generic[T]):
                 heappush(heap, (rank, served + self._share(place), number, line_rest))
 
     def _share(self, place: Place[T]) -> float:
-        return place.cost / self._standings.get(place.tenant, _USUAL).weight
+        return place.cost / self._weight(place.tenant)
+
+    def _weight(self, tenant: str) -> float:
+        return self._standings.get(tenant, _USUAL).weight

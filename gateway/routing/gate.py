@@ -98,6 +98,7 @@ class Gate:
         num_full: Pool name -> requests refused because too many waited.
         num_timeouts: Pool name -> requests whose deadline passed.
         lines: Pool name -> those who wait for it; only pools where somebody does.
+        standings: Tenant -> its rights; may be changed in place.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Gate:
         self._admit = admit
         self._clock = clock
         self._rollout = rollout
-        self._standings = standings or {}
+        self.standings: dict[str, Standing] = dict(standings or {})
         self._call_later = call_later or _on_running_loop
         self.lines: dict[str, _Line] = {}
 
@@ -146,20 +147,27 @@ class Gate:
             decision: What was chosen for it by now.
 
         Raises:
-            GateFull: If as many wait as may.
-            GateTimeout: If none got free within the pool's deadline.
+            GateFull: If as many wait as may, and nobody who has more than a fair share of the
+                places makes room; or later, for somebody who has more.
+            GateTimeout: If none got free within the pool's deadline, or the client's own.
         """
         pool, now_s = plan.pool, self._clock()
-        line = self.lines.get(pool.name) or _Line(pool, self._standings)
+        line = self.lines.get(pool.name) or _Line(pool, self.standings)
         until_free_s = excess_s(decision, self.max_wait_s)
         if len(line.queue) >= pool.max_queue:
             self.num_full[pool.name] += 1
-            raise GateFull(len(line.queue), until_free_s)
+            if not self._make_room(line, plan.inbound.tenant, until_free_s):
+                raise GateFull(len(line.queue), until_free_s)
         self.lines[pool.name] = line
         plan.queued = True
         waiting = _Waiting(plan, now_s, asyncio.get_running_loop().create_future())
         place = line.queue.add(waiting, plan.inbound.tenant, float(plan.num_tokens))
-        waiting.deadline = self._call_later(pool.deadline_s, lambda: self._time_out(line, place))
+        deadline_s = pool.deadline_s
+        if plan.inbound.deadline_s is not None:
+            deadline_s = max(0.0, min(deadline_s, plan.inbound.deadline_s - now_s))
+        waiting.deadline = self._call_later(
+            deadline_s, lambda: self._time_out(line, place, deadline_s)
+        )
         # Whoever comes while others wait may still be the one that a worker is free for.
         if len(line.queue) > 1:
             self._look(line)
@@ -244,11 +252,22 @@ class Gate:
             delay_s = RECHECK_S
         line.recheck = self._call_later(max(delay_s, RECHECK_S), lambda: self._serve(line))
 
-    def _time_out(self, line: _Line, place: Place[_Waiting]) -> None:
+    def _make_room(self, line: _Line, tenant: str, retry_after_s: float) -> bool:
+        """Refuse one who waits in favour of a tenant that has less than its share of the places.
+
+        Otherwise one tenant could fill the queue, and fairness would not be there for the others.
+        """
+        place = line.queue.surplus(tenant)
+        if place is None or place.item.result.done() or not line.queue.leave(place):
+            return False
+        place.item.result.set_exception(GateFull(len(line.queue) + 1, retry_after_s))
+        return True
+
+    def _time_out(self, line: _Line, place: Place[_Waiting], waited_s: float) -> None:
         if not place.item.result.done() and line.queue.leave(place):
             self.num_timeouts[line.pool.name] += 1
             retry_after_s = max(0.0, line.free_at_s - self._clock())
-            error = GateTimeout(line.pool.deadline_s, retry_after_s)
+            error = GateTimeout(waited_s, retry_after_s)
             place.item.result.set_exception(error)
             self._tidy(line)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.routing.dispatch import GateFull, GateTimeout
 from gateway.routing.fair import FairQueue, Standing
 from tests.gateway.gate_parts import Waiters, settled
 
@@ -150,3 +153,96 @@ async def test_those_who_wait_are_served_by_priority_and_fairly() -> None:
 
     assert order[0] == "vip"
     assert Counter(order[1:4]) == Counter({"big": 2, "small": 1})
+
+
+@given(
+    st.lists(st.sampled_from("abc"), min_size=1, max_size=30),
+    st.sampled_from("abcd"),
+    st.dictionaries(st.sampled_from("abcd"), st.sampled_from([1.0, 2.0, 5.0])),
+)
+def test_who_makes_room_has_more_than_who_comes(
+    waiting: list[str], comes: str, weights: dict[str, float]
+) -> None:
+    queue: FairQueue[str] = FairQueue({name: Standing(weight) for name, weight in weights.items()})
+    for number, tenant in enumerate(waiting):
+        queue.add(f"{tenant}{number}", tenant, 1.0)
+
+    place = queue.surplus(comes)
+
+    counts = Counter(waiting)
+    mine = (counts[comes] + 1) / weights.get(comes, 1.0)
+    shares = {name: (n - 1) / weights.get(name, 1.0) for name, n in counts.items()}
+    others = {name: share for name, share in shares.items() if name != comes}
+    if place is None:
+        fullest = max(counts, key=lambda name: counts[name] / weights.get(name, 1.0))
+        assert fullest == comes or shares[fullest] < mine
+    else:
+        assert others[place.tenant] >= mine
+        last = max(i for i, tenant in enumerate(waiting) if tenant == place.tenant)
+        assert place.item == f"{place.tenant}{last}"
+
+
+def test_a_higher_rank_never_makes_room_for_a_lower_one_and_a_lower_one_always_does() -> None:
+    queue: FairQueue[str] = FairQueue({"vip": Standing(priority=1)})
+    for number in range(3):
+        queue.add(f"v{number}", "vip", 1.0)
+
+    assert queue.surplus("usual") is None
+
+    queue.add("u0", "usual", 1.0)
+    place = queue.surplus("vip")
+    assert place is not None
+    assert place.item == "u0"
+
+
+async def test_a_full_queue_makes_room_for_a_tenant_that_has_less_of_it() -> None:
+    waiters = Waiters()
+    waiters.pool.max_queue = 4
+    await waiters.send()
+    flood = [await waiters.wait(tenant="flood") for _ in range(4)]
+
+    few = await waiters.wait(tenant="few")
+    await settled(waiters.timers)
+
+    refused = [task for task in flood if task.done()]
+    assert len(refused) == 1
+    with pytest.raises(GateFull):
+        refused[0].result()
+    assert refused[0] is flood[-1]
+    # It has its share now, and the flood no more to give.
+    more = [await waiters.wait(tenant="few") for _ in range(2)]
+    assert waiters.num_waiting == 4
+    assert [task.done() for task in (few, *more)] == [False, False, True]
+    await settled(waiters.timers, 31.0)
+    ends = await asyncio.gather(*flood, few, *more, return_exceptions=True)
+    assert sum(isinstance(end, GateFull) for end in ends) == 3
+
+
+async def test_a_request_waits_no_longer_than_its_client() -> None:
+    waiters = Waiters()
+    await waiters.send()
+    plan = await waiters.plan()
+    plan.inbound.deadline_s = waiters.clock.now_s + 0.5
+    task = asyncio.create_task(waiters.routes.wait(plan, waiters.routes.choose(plan)))
+    await asyncio.sleep(0)
+    await settled(waiters.timers, 0.4)
+    assert not task.done()
+
+    await settled(waiters.timers, 0.2)
+
+    with pytest.raises(GateTimeout) as late:
+        task.result()
+    assert late.value.waited_s == pytest.approx(0.5)
+
+
+async def test_a_request_whose_client_has_given_up_already_does_not_wait() -> None:
+    waiters = Waiters()
+    await waiters.send()
+    plan = await waiters.plan()
+    plan.inbound.deadline_s = waiters.clock.now_s - 1.0
+    task = asyncio.create_task(waiters.routes.wait(plan, waiters.routes.choose(plan)))
+    await settled(waiters.timers)
+    await settled(waiters.timers)
+
+    with pytest.raises(GateTimeout):
+        await task
