@@ -40,6 +40,9 @@ MAX_QUEUE = 256
 # whatever is common within minutes, and no burst of new prompts takes a second core.
 COMPARED_SHARE = 0.01
 BURST_S = 2.0
+# Conversations whose newest turn takes the place of the one before: 50 us each, so one percent of a
+# core. Beyond it the older turn stays, and the next one is found by it as well.
+UPDATES_PER_S = 200.0
 # Prompts that are compared in full with a new one: the best by shared features.
 MAX_TWINS = 3
 # A loss below this many blocks, or below this share of the prompt, is rounding, the phrases that
@@ -80,6 +83,7 @@ class MissReport:
         self._executor: ThreadPoolExecutor | None = None
         self._credit_cpu_s = BURST_S
         self._credit_s = clock()
+        self._update_due_s = float("-inf")
 
     def observe(self, plan: Plan, ticket: Ticket) -> None:
         """Take note of a finished attempt; quick, and never raises."""
@@ -100,15 +104,19 @@ class MissReport:
             return
         before = entry.known
         # A prompt that is asked again, word for word, replaces nothing.
-        if before.prompt is not prompt or before.num_messages != num_messages(body):
-            known = Known.from_plan(plan, prompt, self._clock())
+        now_s = self._clock()
+        is_new = before.prompt is not prompt or before.num_messages != num_messages(body)
+        if is_new and now_s >= self._update_due_s:
+            # Those of one burst are all taken over: what was not spent in the last second is left.
+            self._update_due_s = max(self._update_due_s, now_s - 1.0) + 1.0 / UPDATES_PER_S
+            known = Known.from_plan(plan, prompt, now_s)
             if known.has_text_only(since=before.num_messages):
                 self._memory.replace(entry, known, message_features(known, before.num_messages))
             else:
                 self._memory.drop(entry)
         lost = before.usable_tokens - hit
         if lost >= MIN_LOST_BLOCKS * prompt.block_size:
-            known = Known.from_plan(plan, prompt, self._clock())
+            known = Known.from_plan(plan, prompt, now_s)
             self._count_uncached(_finished(known, plan, ticket, hit), before, lost)
 
     def report(self) -> dict[str, Any]:
