@@ -36,6 +36,8 @@ POOL_MEMORY_RATIO = 0.25
 MAX_DEFAULT_POOL_TOKENS = 65_536
 
 DTYPES = ("float32", "bfloat16", "int8", "int4")
+DEVICES = ("cpu", "cuda")
+CUDA_DTYPES = ("float32", "bfloat16")
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -62,6 +64,7 @@ class RunnerConfig:
     Attributes:
         model: ``smollm2``, a folder, or a .gguf file.
         port: 0 takes any free one.
+        device: ``cuda`` is torch's current NVIDIA GPU.
         pool: None takes a share of the machine's memory.
         max_model_len: None takes what model and pool allow.
         kv_events: ZMQ endpoint to publish KV events on; None publishes none.
@@ -80,6 +83,7 @@ class RunnerConfig:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     dtype: str = "float32"
+    device: str = "cpu"
     threads: int = 1
     pool: PoolSize | None = None
     block_size: int = DEFAULT_BLOCK_SIZE
@@ -126,6 +130,8 @@ def parse_args(
     # A later flag wins over an earlier one, so the environment comes first.
     flags = _flags_of(parser, environ) + list(sys.argv[1:] if argv is None else argv)
     options = parser.parse_args(flags)
+    if options.device == "cuda" and options.dtype not in CUDA_DTYPES:
+        parser.error(f"--device cuda computes in {' or '.join(CUDA_DTYPES)}, not {options.dtype}")
     if options.kv_replay and not options.kv_events:
         parser.error("--kv-replay needs --kv-events")
     if options.ssd_bytes and options.ssd_dir is None:
@@ -167,6 +173,12 @@ def _parser() -> argparse.ArgumentParser:
         default=defaults.dtype,
         help="weights; KV and activations are bfloat16 unless this is float32 (%(default)s)",
     )
+    add(
+        "--device",
+        choices=DEVICES,
+        default=defaults.device,
+        help="where to compute; cuda takes float32 or bfloat16 (%(default)s)",
+    )
     add("--threads", type=_positive, default=defaults.threads, help="compute threads (%(default)s)")
     add(
         "--pool-tokens",
@@ -174,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
         type=parse_pool_size,
         metavar="N",
         help="KV pool capacity: tokens (32768, 32Ki) or memory (512MiB); default: a quarter of "
-        f"the memory, at most {MAX_DEFAULT_POOL_TOKENS} tokens",
+        f"the memory, at most {MAX_DEFAULT_POOL_TOKENS} tokens; on a GPU most of what is free",
     )
     add("--block-size", type=_positive, default=defaults.block_size, help="tokens (%(default)s)")
     add("--max-model-len", type=_positive, metavar="N", help="most tokens of prompt + completion")
@@ -261,18 +273,23 @@ def parse_pool_size(text: str) -> PoolSize:
     return PoolSize(num_bytes=amount) if is_bytes else PoolSize(tokens=amount)
 
 
-def pool_tokens(pool: PoolSize | None, token_bytes: int, block_size: int) -> int:
+def pool_tokens(
+    pool: PoolSize | None, token_bytes: int, block_size: int, device_bytes: int | None = None
+) -> int:
     """Return the capacity of the KV pool in tokens, rounded down to whole blocks.
 
     Args:
         pool: As configured; None takes a share of the machine's memory.
         token_bytes: Bytes of one token's KV.
         block_size: Tokens per block.
+        device_bytes: What it may take of a device with memory of its own.
 
     Raises:
         ConfigError: If not even one block fits.
     """
-    if pool is None:
+    if pool is None and device_bytes is not None:
+        tokens = device_bytes // token_bytes
+    elif pool is None:
         by_memory = int(memory_bytes() * POOL_MEMORY_RATIO) // token_bytes
         tokens = min(by_memory, MAX_DEFAULT_POOL_TOKENS)
     else:

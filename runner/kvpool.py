@@ -54,6 +54,9 @@ class KvPool:
         self._scratch = self._halves.new_empty(0)
         self.contexts = Contexts(self)
 
+    def wait(self) -> None:
+        """Block until every step that was begun is done: here they are when they return."""
+
     def new_mover(self) -> BlockMover:
         """Return what copies blocks between here and host memory, on transfer threads."""
         return CpuBlockMover(self)

@@ -43,6 +43,7 @@ class Stepper:
             return self._model.forward(chunks, self._kv)
         begun_s = self._clock()
         result = self._model.forward(chunks, self._kv)
+        self._kv.wait()
         elapsed_s = self._clock() - begun_s
         sizes = [(len(chunk.token_ids), chunk.end) for chunk in chunks]
         self._tiers.observe_step(

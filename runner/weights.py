@@ -78,9 +78,12 @@ def load_model(
         ops: Ops[Any] = open_gpu(config, computed)
     else:
         ops = choose_ops(config, computed, threads, os.environ if native else None)
-    model = _build(config, source, ops, mode, _stored_int4(path, config))
-    for adapter in files:
-        model.add_adapter(build_adapter(adapter, config, ops.device))
+    try:
+        model = _build(config, source, ops, mode, _stored_int4(path, config))
+        for adapter in files:
+            model.add_adapter(build_adapter(adapter, config, ops.device))
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(f"--device cuda: the weights of {path} do not fit its memory") from error
     return model
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 # What a tile descriptor holds, in this order; see ``layout.py``.
-TILE_FIELDS = tl.constexpr(5)
+TILE_FIELDS = tl.constexpr(8)
 
 
 # ``layer`` changes with every call: no variant is compiled for it.
@@ -163,6 +163,9 @@ def merge_kernel(
     num_splits = (end + SPLIT - 1) // SPLIT
     dim = tl.arange(0, DIM)
     is_dim = dim < HEAD_DIM
+    if num_tokens == 0:
+        nothing = tl.zeros((DIM,), tl.float32).to(out.dtype.element_ty)
+        tl.store(out + first_row.to(tl.int64) * out_stride + head * HEAD_DIM + dim, nothing, is_dim)
     for token in range(num_tokens):
         slot = (first_slot + token * num_splits).to(tl.int64) * NUM_HEADS + head
         top = tl.load(stats + slot * 2)

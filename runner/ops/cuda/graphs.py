@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from runner.ops.cuda.layout import TILE_FIELDS
+from runner.ops.cuda.layout import TILE_FIELDS, aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +77,7 @@ class DecodeGraphs:
         """Return the integers' place on the device; None if there is not room for as many."""
         if size not in self._buffers:
             # Token ids, positions, token rows, sample rows, tiles; then tables.
-            capacity = (4 + TILE_FIELDS) * size + TABLE_SIZE
+            capacity = 4 * aligned(size) + TILE_FIELDS * size + TABLE_SIZE
             self._buffers[size] = torch.zeros(capacity, dtype=torch.int32, device=self._device)
         buffer = self._buffers[size]
         return buffer if num_values <= len(buffer) else None

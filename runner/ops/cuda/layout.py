@@ -4,9 +4,11 @@ One copy per step brings it to the device. Its parts follow each other:
 
 ``token_ids | positions | token_rows | sample_rows | tiles | tables``
 
-``tiles`` has one descriptor per tile, ``TILE_FIELDS`` integers each: first row, tokens, position of
-the first token, where its sequence's block table begins in ``tables``, first slot for the parts of
-a split context. A descriptor with 0 tokens is padding and computes nothing.
+Each begins at a multiple of ``ALIGNMENT``: Triton compiles a kernel again for an address that is
+not. ``tiles`` has one descriptor per tile, ``TILE_FIELDS`` integers each: first row, tokens,
+position of the first token, where its sequence's block table begins in ``tables``, first slot for
+the parts of a split context; the rest is unused. A descriptor with 0 tokens stands for a row of
+padding, whose result is 0: what happens to be in memory may be infinite.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ if TYPE_CHECKING:
 
     from runner.batch import AttentionGroup, Batch
 
-TILE_FIELDS = 5
+# Integers in 16 bytes.
+ALIGNMENT = 4
+
+# Five that mean something, and as many as keep every descriptor aligned.
+TILE_FIELDS = 8
 
 # The length of a split: long enough that merging costs nothing beside reading 512 tokens, short
 # enough that one long decode context still occupies a whole GPU (8 KV heads, 32k: 512 programs).
@@ -120,7 +126,7 @@ class Layout:
     @property
     def tiles_at(self) -> int:
         """Where the descriptors begin."""
-        return 3 * self.num_rows + self.num_samples
+        return 3 * aligned(self.num_rows) + aligned(self.num_samples)
 
     @property
     def tables_at(self) -> int:
@@ -128,18 +134,23 @@ class Layout:
         return self.tiles_at + TILE_FIELDS * sum(run.count for run in self.runs)
 
 
+def aligned(count: int) -> int:
+    """Return how many integers a part of as many takes."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
 class _Tiles:
     """Collects the descriptors of one launch."""
 
     def __init__(self, shape: TileShape, *, is_split: bool) -> None:
-        self.fields: list[tuple[int, int, int, int, int]] = []
+        self.fields: list[tuple[int, ...]] = []
         self.shape = shape
         self.is_split = is_split
         self.max_splits = 1
 
     def add(self, row: int, tokens: int, position: int, table: int, slot: int) -> int:
         """Add a tile; returns the slots it takes."""
-        self.fields.append((row, tokens, position, table, slot))
+        self.fields.append((row, tokens, position, table, slot, 0, 0, 0))
         if not self.is_split:
             return 0
         splits = -(-(position + tokens) // SPLIT_TOKENS)
@@ -178,25 +189,34 @@ def lay_out(
         table_at += len(table)
     rows = len(batch.token_ids)
     padding = max(0, padded_rows - rows)
-    singles.fields += [(0, 0, 0, 0, 0)] * padding
+    singles.fields += [(rows + at, *[0] * (TILE_FIELDS - 1)) for at in range(padding)]
     singles.max_splits = max(singles.max_splits, most_splits)
     used = [tiles for tiles in (singles, short, long) if tiles.fields]
+    samples = np.arange(padded_rows) if padded_rows else batch.sample_rows.numpy()
     parts = [
-        np.pad(batch.token_ids.numpy(), (0, padding)),
-        np.pad(batch.positions.numpy(), (0, padding)),
+        _part(batch.token_ids.numpy(), padding),
+        _part(batch.positions.numpy(), padding),
         # Layer 0's rows are keys and values in turn; the kernels know the rest from the keys'.
-        np.pad(batch.token_rows[0][::2].numpy(), (0, padding), constant_values=-1),
-        np.arange(padded_rows) if padded_rows else batch.sample_rows.numpy(),
+        _part(batch.token_rows[0][::2].numpy(), padding, -1),
+        _part(samples, 0),
         np.array([fields for tiles in used for fields in tiles.fields]).reshape(-1),
         *tables,
     ]
     return Layout(
         values=np.concatenate(parts).astype(np.int32),
         num_rows=rows + padding,
-        num_samples=len(parts[3]),
+        num_samples=len(samples),
         runs=tuple(_runs(used)),
         num_slots=slot_at,
     )
+
+
+def _part(
+    values: npt.NDArray[np.int64], padding: int, padding_value: int = 0
+) -> npt.NDArray[np.int64]:
+    """Return values with their padding and what aligns the next part."""
+    rows = len(values) + padding
+    return np.pad(values, (0, aligned(rows) - len(values)), constant_values=padding_value)
 
 
 def _runs(used: list[_Tiles]) -> Iterator[TileRun]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from runner.ops.cuda.attention import PagedAttention, PartBuffers
 from runner.ops.cuda.graphs import SIZES, DecodeGraphs
-from runner.ops.cuda.layout import SPLIT_TOKENS, TileShapes, lay_out
+from runner.ops.cuda.layout import SPLIT_TOKENS, TileShapes, aligned, lay_out
 from runner.ops.cuda.pool import CudaKvPool
 from runner.ops.cuda.ring import UploadRing
 from runner.ops.cuda.rows import CudaLinear, CudaNorm, RopeWriter, silu_mul
@@ -74,7 +74,7 @@ class CudaStep:
     @property
     def sample_rows(self) -> torch.Tensor:
         """See ``Step``."""
-        at = 3 * self.layout.num_rows
+        at = 3 * aligned(self.layout.num_rows)
         return self.values[at : at + self.layout.num_samples]
 
     @property
@@ -88,8 +88,8 @@ class CudaStep:
         return self.values[self.layout.tables_at :]
 
     def _part(self, index: int) -> torch.Tensor:
-        rows = self.layout.num_rows
-        return self.values[index * rows : (index + 1) * rows]
+        at = index * aligned(self.layout.num_rows)
+        return self.values[at : at + self.layout.num_rows]
 
 
 class CudaOps:

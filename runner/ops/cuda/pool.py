@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from runner.kvpool import KvPool
 from runner.ops.cuda.streams import PoolOrder
 from runner.tiers.cuda_mover import CudaBlockMover
 
 if TYPE_CHECKING:
-    import torch
-
     from runner.arch import ModelConfig
     from runner.ops.cuda.graphs import DecodeGraphs
     from runner.ops.cuda.streams import StreamApi
@@ -40,24 +40,32 @@ class CudaKvPool(KvPool):
         """Take the device's memory.
 
         Raises:
-            ValueError: If there are more tokens than the kernels can count.
+            ValueError: If there are more tokens than the kernels can count, or it does not fit.
         """
         places = num_blocks * block_size * config.num_layers * 2
         if places >= MAX_PLACES:
             most = MAX_PLACES // (config.num_layers * 2)
             raise ValueError(f"pool of {num_blocks * block_size} tokens: must be below {most}")
-        super().__init__(
-            num_blocks,
-            block_size,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=dtype,
-            device=device,
-        )
+        try:
+            super().__init__(
+                num_blocks,
+                block_size,
+                num_layers=config.num_layers,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                dtype=dtype,
+                device=device,
+            )
+        except torch.OutOfMemoryError as error:
+            tokens = num_blocks * block_size
+            raise ValueError(f"pool of {tokens} tokens: the GPU's memory is too small") from error
         self.order = PoolOrder(api)
         self.graphs = graphs
         self._api = api
+
+    def wait(self) -> None:
+        """See ``KvPool``."""
+        self.order.wait_for_step()
 
     def new_mover(self) -> CudaBlockMover:
         """See ``KvPool``."""

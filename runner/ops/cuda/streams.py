@@ -170,6 +170,10 @@ class PoolOrder:
         """Note that all of a step has been launched; engine thread only."""
         self._last_step = self._api.record(self._api.compute())
 
+    def wait_for_step(self) -> None:
+        """Block until the last step is done; engine thread only."""
+        self._api.wait(self._last_step)
+
     def store(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy out of the pool into pinned memory; done when this returns. Transfer threads."""
         with self._store_lock:
