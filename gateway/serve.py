@@ -21,6 +21,8 @@ import structlog
 
 from gateway.admin import Admin
 from gateway.config import Settings
+from gateway.discovery.discovery import Discovery
+from gateway.discovery.metrics import DiscoveryCollector
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import FleetCollector
 from gateway.fleet.sharing import Sharing, SharingCollector
@@ -52,6 +54,7 @@ from gateway.telemetry.log_metrics import DecisionLogCollector
 from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.requests import Telemetry
 from gateway.tenancy import Tenancy
+from gateway.tenancy.exchange import BudgetExchange
 from gateway.tenancy.metrics import TenancyCollector
 from gateway.tokenize import Tokenize
 from gateway.unsupported import unsupported
@@ -121,12 +124,16 @@ class Gateway:
         self.tls = make_tls(settings.server)
         self.exchange: LoadExchange | None = None
         self.sharing: Sharing | None = None
+        self.spending: BudgetExchange | None = None
         self._sharers: list[Runs] = []
         memory = FirstSeenMemory(time.monotonic)
         if self.link is not None:
             memory = self._share_over(self.link)
         self.rewriters = make_rewriters(settings, memory)
         self._unfollow, self.fleet.on_gone = self.fleet.on_gone, self._gone
+        self.fleet.on_left = lambda worker: self.telemetry.forget_worker(worker.id)
+        self.discovery = Discovery(self.fleet, settings)
+        self.telemetry.register(DiscoveryCollector(self.discovery))
         self.worth = Worth(settings, write_per_read=write_per_read(self.fleet))
         self.telemetry.register(WorthCollector(self.worth.account))
         self.warmer = self._make_warmer()
@@ -178,6 +185,8 @@ class Gateway:
             self._share(sharer.run())
         self._share(self.tenancy.keyring.run())
         await self.fleet.start()
+        self._share(self.discovery.run())
+        await self.discovery.first_answers()
         if self.warmer.is_keeping:
             self._share(self.warmer.keeper.run())
         if self.tls is not None:
@@ -230,7 +239,14 @@ class Gateway:
         memory = SharedFirstSeen(time.monotonic, link)
         constants = SharedConstants(self.fleet.pools, link)
         # In the order in which they start.
-        self._sharers = [self.exchange, memory.map, constants, self.sharing]
+        self.spending = BudgetExchange(
+            link,
+            self.tenancy.budgets,
+            gateway=name,
+            clock=time.monotonic,
+            processes=self.settings.server.processes,
+        )
+        self._sharers = [self.exchange, memory.map, constants, self.spending, self.sharing]
         return memory
 
     def _share(self, coroutine: Coroutine[Any, Any, object]) -> None:

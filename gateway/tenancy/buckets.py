@@ -8,6 +8,8 @@ from __future__ import annotations
 # A balance below this many times the limit says nothing more; what is spent beyond it is forgiven.
 MAX_DEBT = 5.0
 MINUTE_S = 60.0
+# By then every gateway has told what it spent while it was not heard.
+CREDIT_S = 2.5
 
 
 class Bucket:
@@ -33,8 +35,8 @@ class Bucket:
     """
 
     __slots__ = (
-        *("_at_s", "_balance", "_per_s", "_unreported", "_withheld", "limit", "share", "spent"),
-        "is_alone",
+        *("_at_s", "_balance", "_credit", "_credit_until_s", "_per_s", "_unreported", "_withheld"),
+        *("is_alone", "limit", "share", "spent"),
     )
 
     def __init__(self, limit: float, now_s: float) -> None:
@@ -48,6 +50,9 @@ class Bucket:
         self._at_s = now_s
         self._unreported = 0.0
         self._withheld = 0.0
+        # What was withheld beyond the limit: others have spent it, and not told yet.
+        self._credit = 0.0
+        self._credit_until_s = 0.0
 
     def wait_s(self, amount: float, now_s: float) -> float:
         """Return how long until ``amount`` may be spent; 0 = now.
@@ -88,12 +93,16 @@ class Bucket:
     def spent_elsewhere(self, amount: float, now_s: float) -> None:
         """Take off what another gateway spent; less than zero gives back."""
         self._fill(now_s)
+        if self._credit and amount > 0.0:
+            covered = min(amount, self._credit) if now_s < self._credit_until_s else 0.0
+            self._credit = self._credit - covered if covered else 0.0
+            amount -= covered
         self._set(self._balance - amount)
 
     def balance(self, now_s: float) -> float:
-        """Return what is left, negative where more was spent than there was."""
+        """Return what is left for all, as known here; negative where too much was spent."""
         self._fill(now_s)
-        return self._balance
+        return self._balance + self._withheld
 
     def adopt(self, balance: float, now_s: float) -> None:
         """Take over what another gateway knows to be left, if that is less."""
@@ -110,7 +119,10 @@ class Bucket:
         """
         self._fill(now_s)
         if self.is_alone:
-            self._set(self._balance + self._withheld)
+            balance = self._balance + self._withheld
+            self._credit = max(0.0, balance - self.limit)
+            self._credit_until_s = now_s + CREDIT_S
+            self._set(balance)
             self._withheld = 0.0
         if is_alone:
             self._withheld = max(0.0, self._balance) * (1.0 - share)
@@ -133,6 +145,7 @@ class Bucket:
             return
         self._at_s = now_s
         if self.is_alone:
-            self._withheld = min(self.limit, self._withheld + gained * (1.0 - self.share))
+            most = MAX_DEBT * self.limit
+            self._withheld = min(most, self._withheld + gained * (1.0 - self.share))
             gained *= self.share
         self._set(self._balance + gained)
