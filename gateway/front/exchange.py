@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from gateway.errors import BodyTooLarge, ExpectationFailed, InvalidRequest
 from gateway.front.decoding import content_coding
+from gateway.protocols.errors import error_body
 
 if TYPE_CHECKING:
     import asyncio
@@ -105,12 +106,13 @@ class Exchange(ABC):
         keep_alive: Whether the connection goes on after the answer; may be set to False.
         is_begun: Whether a byte of the answer was sent.
         is_ended: Whether the whole answer was sent.
+        query: What stands behind the ``?`` of the target, empty if nothing does.
         limit_lines: Header lines of its answer, whatever that is, that tell of its tenant's limits.
     """
 
     __slots__ = (
         *("_is_chunked", "_protocol", "content_length", "head", "headers", "is_begun", "is_ended"),
-        *("is_http11", "keep_alive", "limit_lines", "path"),
+        *("is_http11", "keep_alive", "limit_lines", "path", "query"),
     )
 
     def __init__(
@@ -134,6 +136,7 @@ class Exchange(ABC):
         self.is_begun = False
         self.is_ended = False
         self.limit_lines = b""
+        self.query = ""
         self._is_chunked = False
 
     # What a front provides.
@@ -217,14 +220,14 @@ class Exchange(ABC):
         self.is_ended = True
 
     def refuse(self, error: GatewayError, lines: bytes) -> None:
-        """Send ``error`` in OpenAI's shape, with ``lines`` added; nothing if the client has left.
+        """Send ``error`` in its API's shape, with ``lines`` added; nothing if the client has left.
 
         A connection with a rest of its request unread does not go on.
         """
         if self.is_gone:
             return
         self.keep_alive = self.keep_alive and self.is_body_read
-        self.answer(error.status, error_lines(error) + lines, error.openai_body())
+        self.answer(error.status, error_lines(error) + lines, error_body(error, self.path))
 
     def begin(self, status: int, lines: bytes, length: int | None) -> Callable[[bytes], bool]:
         """Send the head of an answer and return what writes its body.

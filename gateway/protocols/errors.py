@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from gateway.errors import InvalidRequest
 from gateway.protocols.surfaces import family_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,16 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+
+
+class NotSupported(InvalidRequest):
+    """Nobody here, engines included, can do what is asked; trying again will not help."""
+
+    status = 501
+    default_code = "not_supported"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param, should_retry=False)
 
 
 def anthropic_type(status: int) -> str:

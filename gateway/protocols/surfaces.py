@@ -28,25 +28,21 @@ class SurfaceSpec:
             read where that can be (``responses``), passed on unread (``pass``).
         family: Whose shape its errors have.
         markers: What ends its event streams; without any, the end of the connection does.
-        needs: Member that the body must have beside the model, empty if there is none.
     """
 
     name: str
     way: Way
     family: Family = "openai"
     markers: Markers = "none"
-    needs: str = ""
 
 
 SURFACES: dict[str, SurfaceSpec] = {
-    "/v1/chat/completions": SurfaceSpec("chat", "chat", markers="choices", needs="messages"),
-    "/v1/completions": SurfaceSpec("completions", "chat", markers="choices", needs="prompt"),
-    "/v1/messages": SurfaceSpec("messages", "messages", "anthropic", "messages", "messages"),
-    "/v1/messages/count_tokens": SurfaceSpec(
-        "count_tokens", "count_tokens", "anthropic", needs="messages"
-    ),
+    "/v1/chat/completions": SurfaceSpec("chat", "chat", markers="choices"),
+    "/v1/completions": SurfaceSpec("completions", "chat", markers="choices"),
+    "/v1/messages": SurfaceSpec("messages", "messages", "anthropic", "messages"),
+    "/v1/messages/count_tokens": SurfaceSpec("count_tokens", "count_tokens", "anthropic"),
     "/v1/responses": SurfaceSpec("responses", "responses", markers="responses"),
-    "/v1/embeddings": SurfaceSpec("embeddings", "pass", needs="input"),
+    "/v1/embeddings": SurfaceSpec("embeddings", "pass"),
     "/v1/rerank": SurfaceSpec("rerank", "pass"),
     "/v1/score": SurfaceSpec("score", "pass"),
     "/v1/classify": SurfaceSpec("classify", "pass"),
@@ -88,6 +84,11 @@ class Surfaces:
                 if path.startswith(below) and ".." not in path:
                     return under
         return spec
+
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """The paths that are named in full."""
+        return tuple(self._exact)
 
     def patterns(self) -> Iterator[str]:
         """Yield the paths as aiohttp's router takes them."""

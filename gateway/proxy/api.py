@@ -1,4 +1,4 @@
-"""The client surface: OpenAI's inference paths, the list of models, health.
+"""The client surface: the paths of ``gateway/protocols/surfaces.py``, the models, health.
 
 Everything else is 404: an engine's administration paths are never proxied.
 """
@@ -6,13 +6,24 @@ Everything else is 404: an engine's administration paths are never proxied.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import structlog
 
-from gateway.errors import GatewayError, InvalidRequest, PoolUnavailable, ShuttingDown
-from gateway.proxy.body import Surface, parse_body
+from gateway.errors import (
+    GatewayError,
+    InvalidRequest,
+    ModelNotFound,
+    NotFound,
+    PoolUnavailable,
+    ShuttingDown,
+)
+from gateway.protocols.errors import NotSupported
+from gateway.protocols.surfaces import Surfaces
+from gateway.proxy.asked import Asked, Asking
+from gateway.proxy.body import parse_body
+from gateway.proxy.counting import count_tokens
 from gateway.proxy.delivery import own_lines
 from gateway.proxy.forward import Proxy
 from gateway.proxy.headers import request_id_from
@@ -28,19 +39,18 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from gateway.front.exchange import Exchange
+    from gateway.protocols.surfaces import SurfaceSpec
     from gateway.proxy.lifecycle import Lifecycle
     from gateway.proxy.limits import Limits
     from gateway.proxy.rewrite import Rewriter
     from gateway.routing.dispatch import Dispatcher
+    from gateway.tenancy import Tenant
 
 log = structlog.get_logger("warmlane")
 
 # What servers log for a client that left before its status was sent (nginx's convention).
 STATUS_CLIENT_CLOSED = 499
-_SURFACES: dict[str, Surface] = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-}
+_JSON_LINE = b"content-type: application/json\r\n"
 
 
 class Api:
@@ -54,6 +64,7 @@ class Api:
         clock: Monotonic seconds, the dispatcher's.
         rewriters: Pool name -> its canonicalisation.
         tenancy: Who sends a request; None = nobody is asked.
+        surfaces: The paths that are served; None = those that every gateway has.
 
     Attributes:
         proxy: Forwards the requests.
@@ -69,7 +80,10 @@ class Api:
         clock: Callable[[], float],
         rewriters: Mapping[str, Rewriter],
         tenancy: Tenancy | None = None,
+        surfaces: Surfaces | None = None,
     ) -> None:
+        self._surfaces = surfaces or Surfaces()
+        self._asking = Asking()
         self._dispatcher = dispatcher
         self._observe = observe
         self._limits = limits
@@ -81,9 +95,11 @@ class Api:
 
     def add_routes(self, app: web.Application) -> None:
         """Add the client surface to ``app``."""
-        for path in _SURFACES:
+        for path in self._surfaces.patterns():
             app.router.add_post(path, self.infer, expect_handler=_no_answer)
         app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/v1/models/{model:.+}", self.model)
+        app.router.add_get("/v1/realtime", self.realtime)
         app.router.add_get("/health", self.live)
         app.router.add_get("/health/live", self.live)
         app.router.add_get("/health/ready", self.ready)
@@ -94,14 +110,39 @@ class Api:
         await self.serve(exchange)
         return exchange.response()
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All paths in full that ``serve`` takes POSTs to."""
+        return self._surfaces.exact
+
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: models, aliases and adapters of all pools, each once."""
         try:
-            tenant = self.tenancy.identify_head(
-                request.headers, request.raw_headers, request.transport
-            )
+            return _json(request, {"object": "list", "data": self._cards(request)})
         except GatewayError as error:
             return error_response(error, _request_id(request))
+
+    async def model(self, request: web.Request) -> web.Response:
+        """``GET /v1/models/ID``: one of them."""
+        name = request.match_info["model"]
+        try:
+            for card in self._cards(request):
+                if card["id"] == name:
+                    return _json(request, card)
+            raise _no_model(name)
+        except GatewayError as error:
+            return error_response(error, _request_id(request))
+
+    async def realtime(self, request: web.Request) -> web.Response:
+        """``GET /v1/realtime``: websockets are not proxied."""
+        error = NotSupported("The realtime API is not available; no websockets are proxied.")
+        response = error_response(error, _request_id(request))
+        response.force_close()
+        return response
+
+    def _cards(self, request: web.Request) -> list[dict[str, object]]:
+        """Describe the models that whoever sends this may use."""
+        tenant = self.tenancy.identify_head(request.headers, request.raw_headers, request.transport)
         names: dict[str, str | None] = {}
         for pool in self._dispatcher.pools.values():
             for name in (*pool.models, *pool.aliases):
@@ -109,8 +150,7 @@ class Api:
         for pool in self._dispatcher.pools.values():
             for name in sorted(pool.adapters_served()):
                 names.setdefault(name, pool.models[0])
-        data = [_card(name, parent) for name, parent in names.items() if tenant.may_use(name)]
-        return _json(request, {"object": "list", "data": data})
+        return [_card(name, parent) for name, parent in names.items() if tenant.may_use(name)]
 
     async def live(self, request: web.Request) -> web.Response:
         """``GET /health`` and ``/health/live``: the process answers."""
@@ -133,12 +173,15 @@ class Api:
         """
         started_s = self._clock()
         request_id = request_id_from(exchange.headers.get("x-request-id"))
-        record = RequestRecord(request_id, _SURFACES[exchange.path])
+        spec = self._surfaces.find(exchange.path)
+        record = RequestRecord(request_id, "" if spec is None else spec.name)
         task = asyncio.current_task()
         assert task is not None  # handlers run in tasks
         self._lifecycle.enter(task)
         try:
-            await self._serve(exchange, record, started_s)
+            if spec is None:
+                raise NotFound(f"No such path: POST {exchange.path}.")
+            await self._serve(spec, exchange, record, started_s)
         except GatewayError as error:
             _refuse(exchange, error, record)
         except asyncio.CancelledError:
@@ -159,37 +202,73 @@ class Api:
             record.duration_s = self._clock() - started_s
             self._observe(record)
 
-    async def _serve(self, exchange: Exchange, record: RequestRecord, started_s: float) -> None:
+    async def _serve(
+        self, spec: SurfaceSpec, exchange: Exchange, record: RequestRecord, started_s: float
+    ) -> None:
         if self._lifecycle.draining:
             raise ShuttingDown("This gateway is shutting down; another one will answer.")
         exchange.admit_body(self._limits.body_bytes)
         tenant = self.tenancy.identify(exchange)
         record.tenant = tenant.name
         body = await exchange.read_body()
-        surface = _SURFACES[exchange.path]
-        known = self._bodies.find(record.tenant, surface, body)
+        if spec.way == "count_tokens":
+            await self._count(exchange, body, tenant, record)
+            return
+        if spec.way == "chat":
+            asked = self._read(spec, exchange, body, tenant, record.request_id)
+        else:
+            asked = self._asking.read(spec, exchange, body, tenant, record.request_id)
+        inbound, body, way = asked
+        record.model = inbound.model
+        record.stream = inbound.body.get("stream") is True
+        tenant.check_model(inbound.model)
+        grant = self.tenancy.admit(exchange, tenant, inbound.body)
+        try:
+            await self.proxy.forward(exchange, inbound, body, record, started_s, way)
+        finally:
+            settle(grant, record)
+
+    def _read(
+        self, spec: SurfaceSpec, exchange: Exchange, body: bytes, tenant: Tenant, request_id: str
+    ) -> Asked:
+        """Read a chat or text completion, unless its body came before."""
+        surface: Any = spec.name
+        known = self._bodies.find(tenant.name, surface, body)
         if known is None:
-            document = parse_body(body, surface)
-            known = self._bodies.add(record.tenant, surface, body, document)
+            known = self._bodies.add(tenant.name, surface, body, parse_body(body, surface))
         document = known.document
-        model = record.model = document["model"]
-        record.stream = document.get("stream") is True
-        tenant.check_model(model)
         inbound = Inbound(
             surface,
             document,
             exchange.headers,
-            model,
+            document["model"],
             tenant.name,
-            record.request_id,
+            request_id,
             known,
             tenant.salting(document),
         )
-        grant = self.tenancy.admit(exchange, tenant, document)
-        try:
-            await self.proxy.forward(exchange, inbound, body, record, started_s)
-        finally:
-            settle(grant, record)
+        return Asked(inbound, body)
+
+    async def _count(
+        self, exchange: Exchange, body: bytes, tenant: Tenant, record: RequestRecord
+    ) -> None:
+        """Answer how many tokens a message's prompt has; costs its tenant nothing."""
+        document = parse_body(body, "messages")
+        model = record.model = document["model"]
+        tenant.check_model(model)
+        pool = self._dispatcher.pool_for(model)
+        if pool is None:
+            raise _no_model(model)
+        record.pool = pool.name
+        answer = await count_tokens(pool, document, self._asking.speech)
+        record.status, record.outcome = 200, Outcome.OK.value
+        exchange.answer(200, _JSON_LINE + own_lines(exchange, record), answer)
+
+
+def _no_model(name: str) -> ModelNotFound:
+    return ModelNotFound(
+        f"The model {name!r} does not exist; GET /v1/models lists those that do.", param="model"
+    )
 
 
 def _card(name: str, parent: str | None) -> dict[str, object]:

@@ -84,7 +84,7 @@ async def _read_pieces(request: web.Request, max_bytes: int) -> bytes:
     return b"".join(pieces)
 
 
-def parse_body(body: bytes, surface: Surface) -> dict[str, Any]:
+def parse_body(body: bytes, surface: Surface | Literal["messages", "other"]) -> dict[str, Any]:
     """Return the parsed body; everything but these checks is the engine's business.
 
     Raises:
@@ -98,7 +98,7 @@ def parse_body(body: bytes, surface: Surface) -> dict[str, Any]:
     model = document.get("model")
     if not isinstance(model, str) or not model:
         raise InvalidRequest("'model' is required and must be a string.", param="model")
-    if surface == "chat" and not isinstance(document.get("messages"), list):
+    if surface in ("chat", "messages") and not isinstance(document.get("messages"), list):
         raise InvalidRequest("'messages' is required and must be a list.", param="messages")
     if surface == "completions" and not isinstance(document.get("prompt"), str | list):
         raise InvalidRequest(

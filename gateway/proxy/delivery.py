@@ -1,7 +1,8 @@
 """Give a worker's answer to the client: as one body, or piece by piece as it is generated.
 
 The worker's body bytes are passed on as they are; only a content encoding is undone, and an event
-stream that breaks off gets an error event at its end.
+stream that breaks off gets an error event at its end. Answers to a request that was translated are
+translated back.
 """
 
 from __future__ import annotations
@@ -10,23 +11,32 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from gateway.errors import GatewayError, ShuttingDown, UpstreamError, WorkerFailed
+from gateway.protocols.errors import error_event
+from gateway.protocols.events import parsed
 from gateway.proxy.encoding import Inflater
 from gateway.proxy.headers import RawPairs, to_client
-from gateway.proxy.sse import StreamObserver, usage_in_body
-from gateway.routing.dispatch import Outcome
+from gateway.proxy.hearing import PLAIN
+from gateway.proxy.sse import usage_in_body
+from gateway.proxy.sse_typed import observer_for
+from gateway.routing.dispatch import Outcome, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gateway.front.exchange import Exchange
     from gateway.proxy.forward import Proxy
-    from gateway.routing.dispatch import Ticket, Usage
+    from gateway.proxy.hearing import Events, Hearing
+    from gateway.proxy.sse import StreamObserver
+    from gateway.routing.dispatch import Ticket
     from gateway.telemetry.record import RequestRecord
     from gateway.upstream.client import Response
 
 # Answers up to this size are read before the client gets the first byte, so that a worker that
 # breaks off in the middle still becomes a clean error; longer ones are passed on as they come.
 MAX_WHOLE_BYTES = 1 << 20
+# What is translated is read as a whole, however long: room for many choices of long texts.
+MAX_TRANSLATED_BYTES = 32 << 20
+_JSON = b"application/json"
 
 
 class Delivery:
@@ -39,11 +49,12 @@ class Delivery:
         record: Gets status, token counts and TTFT.
         proxy: Lends its limits, lifecycle and clock.
         started_s: When the request came.
+        hearing: How the answer is read.
     """
 
     __slots__ = (
-        *("_answer", "_clock", "_exchange", "_failure", "_inflater", "_lifecycle", "_limits"),
-        *("_record", "_started_s", "_ticket"),
+        *("_answer", "_clock", "_exchange", "_failure", "_hearing", "_inflater", "_lifecycle"),
+        *("_limits", "_record", "_started_s", "_ticket"),
     )
 
     def __init__(
@@ -54,8 +65,10 @@ class Delivery:
         record: RequestRecord,
         proxy: Proxy,
         started_s: float,
+        hearing: Hearing = PLAIN,
     ) -> None:
         self._exchange = exchange
+        self._hearing = hearing
         self._answer = answer
         self._ticket = ticket
         self._record = record
@@ -78,19 +91,31 @@ class Delivery:
         if Inflater.can(answer.content_encoding):
             self._inflater = Inflater(answer.content_encoding, self._limits.decompressed_bytes)
             headers = [pair for pair in headers if pair[0].lower() != b"content-encoding"]
+        hearing, kind = self._hearing, answer.content_type
+        is_stream = kind.startswith(b"text/event-stream")
+        if hearing.translation is not None:
+            kind = kind if is_stream else _JSON
+            headers = [pair for pair in headers if pair[0].lower() != b"content-type"]
+            headers.append((b"content-type", kind))
         lines = to_client(headers, answer.connection) + own_lines(self._exchange, self._record)
-        if answer.content_type.startswith(b"text/event-stream"):
+        if is_stream:
             await self._events(lines)
+        elif hearing.passes_at_once and not kind.startswith(_JSON):
+            await self._long_body(b"", lines)
         else:
             await self._body(lines)
 
     async def _body(self, lines: bytes) -> None:
-        answer = self._answer
+        answer, translation = self._answer, self._hearing.translation
         try:
-            data = await answer.read_up_to(MAX_WHOLE_BYTES)
+            if translation is None:
+                data = await answer.read_up_to(MAX_WHOLE_BYTES)
+            else:
+                data = await answer.read(MAX_TRANSLATED_BYTES)
             if answer.complete and self._inflater is not None:
                 data = self._inflater.feed(data)
                 self._inflater.end()
+            said = data if translation is None else translation.body(answer.status, data)
         except UpstreamError as error:
             self._ticket.finish(Outcome.TRUNCATED)
             raise WorkerFailed(
@@ -104,7 +129,9 @@ class Delivery:
         self._finish(outcome, usage_in_body(data) if outcome is Outcome.OK else None)
         self._record.status = answer.status
         exchange = self._exchange
-        exchange.answer(answer.status, lines, data)
+        if self._hearing.kept is not None and outcome is Outcome.OK:
+            self._keep(parsed(data))
+        exchange.answer(answer.status, lines, said)
         if exchange.is_full:
             await self._drain()
 
@@ -123,10 +150,14 @@ class Delivery:
         self._finish(_outcome(answer.status), None)
 
     async def _events(self, lines: bytes) -> None:
-        answer, observer = self._answer, StreamObserver()
+        answer, hearing = self._answer, self._hearing
+        observer = observer_for(hearing.markers, strips_usage=hearing.strips_usage)
+        translation = hearing.translation
+        events = None if translation is None else translation.events()
         if b"\r\ncache-control:" not in b"\r\n" + lines.lower():
             lines += b"cache-control: no-cache\r\n"
-        send, feed = self._begin(lines + b"x-accel-buffering: no\r\n", None), observer.feed
+        send = send_plain = self._begin(lines + b"x-accel-buffering: no\r\n", None)
+        feed = observer.feed
         is_waiting = True
 
         def write(data: bytes) -> bool:
@@ -136,8 +167,11 @@ class Delivery:
                 is_waiting = False
                 self._ticket.first_token()
                 self._record.ttft_s = self._clock() - self._started_s
+                self._keep(observer.first)
             return send(data)
 
+        if events is not None:
+            send = self._translated(events, send)
         error: GatewayError | None = None
         try:
             await answer.pump(self._inflated(write), self._drain)
@@ -150,9 +184,12 @@ class Delivery:
         error = error or self._account(observer)
         if error is None:
             send(observer.rest())
+            if events is not None:
+                send_plain(events.end())
         else:
             self._exchange.keep_alive = False
-            send((b"\n\n" if observer.is_mid_event else b"") + error.event())
+            is_cut = observer.is_mid_event and events is None
+            send_plain((b"\n\n" if is_cut else b"") + error_event(error, self._exchange.path))
         self._exchange.end()
         if self._exchange.is_full:
             await self._drain()
@@ -166,7 +203,7 @@ class Delivery:
 
     def _account(self, observer: StreamObserver) -> GatewayError | None:
         """Finish the ticket of a stream that ended; the error to tell if it did not end well."""
-        end = observer.end()
+        end = observer.end(is_cut=self._failure is not None)
         if end.is_error:
             outcome = Outcome.UPSTREAM_ERROR
         elif end.is_complete:
@@ -187,6 +224,20 @@ class Delivery:
         write = self._exchange.begin(self._answer.status, lines, length)
         self._record.status = self._answer.status
         return write
+
+    def _translated(
+        self, events: Events, write: Callable[[bytes], bool]
+    ) -> Callable[[bytes], bool]:
+        """Put the translation of a stream before ``write``."""
+
+        def translate(data: bytes) -> bool:
+            try:
+                return write(events.feed(data))
+            except UpstreamError as error:
+                self._failure = error
+                return False
+
+        return translate
 
     def _inflated(self, write: Callable[[bytes], bool]) -> Callable[[bytes], bool]:
         """Put the undoing of the worker's content encoding, if there is one, before ``write``."""
@@ -214,8 +265,18 @@ class Delivery:
             self._exchange.abort()
             raise ConnectionResetError("the client took too long to read its answer") from error
 
+    def _keep(self, said: object) -> None:
+        """Tell what the answer is to whoever wants to know."""
+        if self._hearing.kept is not None and isinstance(said, dict):
+            self._hearing.kept(said)
+
     def _finish(self, outcome: Outcome, usage: Usage | None) -> None:
-        self._ticket.finish(outcome, usage)
+        if usage is None or self._hearing.is_ours:
+            self._ticket.finish(outcome, usage)
+        else:
+            # Of another prompt than the one that was read here nothing is to be learned.
+            self._ticket.finish(outcome, Usage(completion_tokens=usage.completion_tokens))
+            self._ticket.observed_hit_tokens = usage.cached_tokens
         if usage is not None:
             self._record.prompt_tokens = usage.prompt_tokens or self._record.prompt_tokens
             self._record.completion_tokens = usage.completion_tokens

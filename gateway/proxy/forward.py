@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gateway.proxy.limits import Limits
     from gateway.proxy.outbound import OffloadPut
     from gateway.proxy.rewrite import Rewriter
+    from gateway.proxy.ways import Way
     from gateway.routing.dispatch import Dispatcher, Inbound, Target
     from gateway.routing.pool import Pool
     from gateway.telemetry.record import RequestRecord
@@ -66,8 +67,17 @@ class Proxy:
         body: bytes,
         record: RequestRecord,
         started_s: float,
+        way: Way | None = None,
     ) -> None:
         """Serve a request that was read and checked; ``record`` is filled in as things happen.
+
+        Args:
+            exchange: The client's request, not answered yet.
+            inbound: What routing reads of it.
+            body: Its bytes; of a request that is translated, those of the translation.
+            record: Its account.
+            started_s: When it came.
+            way: How it is said to a worker; None = as a chat or text completion.
 
         Raises:
             GatewayError: If no answer of a worker can be given to the client.
@@ -83,15 +93,13 @@ class Proxy:
         if not head.lines:
             named = head.headers.get("connection")
             keeps_keys = self._tenancy is None or self._tenancy.keeps_keys
-            head.lines = to_worker(
-                head.raw, named, self.limits.head_bytes, keeps_keys=keeps_keys
-            )
+            head.lines = to_worker(head.raw, named, self.limits.head_bytes, keeps_keys=keeps_keys)
         headers = b"%bx-request-id: %b\r\n" % (head.lines, record.request_id.encode())
         routing_s = self.clock()
         form = self._known(target, inbound, body) or await self._routed(target, inbound, body)
         decision = self.dispatcher.choose(form.plan)
         record.route_s = self.clock() - routing_s
-        sending = Sending(self, exchange, form, headers, body, inbound, record, started_s)
+        sending = Sending(self, exchange, form, headers, body, inbound, record, started_s, way)
         await sending.run(decision)
 
     async def plan(self, pool: Pool, inbound: Inbound, body: bytes) -> Form:

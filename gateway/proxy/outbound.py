@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from gateway.proxy.splice import splice
+from gateway.proxy.hearing import PLAIN, WITHOUT_USAGE, Hearing
+from gateway.proxy.splice import insert, splice
 from gateway.routing.sources import SOURCE_HEADER, pull_request
+from gateway.tenancy.salts import SALT_FIELD, SALT_FIELDS
+from prefix_index.canonical.spans import locate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from typing import Protocol
 
     from gateway.routing.dispatch import Plan, Ticket
@@ -27,6 +30,9 @@ if TYPE_CHECKING:
 # The object of a body that speaks of KV, as vLLM and the bundled runner have it.
 PARAMS = "kv_transfer_params"
 CAP = "max_offload_tokens"
+STREAM_OPTIONS = "stream_options"
+_INCLUDE_USAGE = {"include_usage": b"true"}
+_ONLY_USAGE = b'{"include_usage":true}'
 
 
 class Outbound(NamedTuple):
@@ -36,11 +42,15 @@ class Outbound(NamedTuple):
         headers: Header lines, each with its end.
         body: The body.
         offload_tokens: Cap on offloaded tokens that the body carries; None = the gateway set none.
+        path: Where it goes; empty = the client's path.
+        hearing: How the answer is to be read.
     """
 
     headers: bytes
     body: bytes
     offload_tokens: int | None = None
+    path: str = ""
+    hearing: Hearing = PLAIN
 
 
 def outbound(
@@ -53,8 +63,8 @@ def outbound(
     """Return a request as the chosen worker gets it.
 
     Everything the gateway says or takes away goes into the body in this one splice: the engine's
-    model name, where to fetch KV, how much to offload, no gateway-only member. What depends on the
-    worker is said anew for each attempt.
+    model name, the tenant's cache salt, where to fetch KV, how much to offload, that a stream tells
+    its usage, no gateway-only member. What depends on the worker is said anew for each attempt.
 
     Args:
         plan: The request; ``plan.inbound.body`` is the parsed ``body``.
@@ -82,13 +92,49 @@ def outbound(
         offload_tokens = _cap(said)
     elif params is not None:
         put[PARAMS] = orjson.dumps(params)
-    drop = ("warmlane",) if "warmlane" in given else ()
-    if put or drop:
-        body = splice(body, put=put, drop=drop)
+    drop = ["warmlane"] if "warmlane" in given else []
+    if (salt := plan.inbound.salt) is not None:
+        drop += [name for name in SALT_FIELDS if name in given]
+        if salt:
+            put[SALT_FIELD] = orjson.dumps(salt)
+            drop = [name for name in drop if name != SALT_FIELD]
+    hearing = PLAIN
+    if given.get("stream") is True and (options := _with_usage(given, body)) is not None:
+        put[STREAM_OPTIONS] = options
+        hearing = WITHOUT_USAGE
+    body = put_in(body, given, put, drop)
+    return Outbound(with_rank(headers, ticket), body, offload_tokens, "", hearing)
+
+
+def put_in(
+    body: bytes, given: Mapping[str, Any], put: Mapping[str, bytes], drop: Collection[str]
+) -> bytes:
+    """Return ``body`` with members put in or taken out; ``given`` is what a parser reads of it."""
+    if not drop and given.keys().isdisjoint(put):
+        return insert(body, put) if put else body
+    return splice(body, put=put, drop=drop)
+
+
+def with_rank(headers: bytes, ticket: Ticket) -> bytes:
+    """Return ``headers`` with the data-parallel rank that the worker stands for, if it is one."""
     rank = ticket.worker.rank
-    if rank is not None:
-        headers += b"x-data-parallel-rank: %d\r\n" % rank
-    return Outbound(headers, body, offload_tokens)
+    return headers if rank is None else headers + b"x-data-parallel-rank: %d\r\n" % rank
+
+
+def _with_usage(given: Mapping[str, Any], body: bytes) -> bytes | None:
+    """Return ``stream_options`` that ask for the usage; None to leave them as they are.
+
+    The client has asked for it, or says what is the engine's to judge.
+    """
+    options = given.get(STREAM_OPTIONS)
+    if options is None:
+        return _ONLY_USAGE
+    if not isinstance(options, dict) or options.get("include_usage"):
+        return None
+    if options.get("continuous_usage_stats"):
+        return None  # nothing comes of them without ``include_usage``, but with it they would
+    span = locate(body, [STREAM_OPTIONS])
+    return splice(body[span.start : span.end], put=_INCLUDE_USAGE)
 
 
 def _added(params: Mapping[str, Any] | None, clients: Mapping[str, Any] | None) -> dict[str, bytes]:

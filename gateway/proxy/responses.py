@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from aiohttp import HttpVersion11, web
 
 from gateway.front.exchange import Exchange, RequestHead
+from gateway.protocols.errors import error_body
 from gateway.proxy.body import read_body
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class AiohttpExchange(Exchange):
             is_http11=request.version >= HttpVersion11,
             keep_alive=request.keep_alive,
         )
+        self.query = request.query_string
         self._request = request
         self._limits = limits
 
@@ -101,10 +103,10 @@ class _Sent(web.StreamResponse):
         """Do nothing: the body was sent."""
 
 
-def error_response(error: GatewayError, request_id: str) -> web.Response:
-    """Return an error in OpenAI's shape."""
+def error_response(error: GatewayError, request_id: str, path: str = "") -> web.Response:
+    """Return an error in the shape of the API that ``path`` belongs to."""
     headers = [*error.http_headers(), ("x-request-id", request_id)]
-    return json_response(error.openai_body(), headers, status=error.status)
+    return json_response(error_body(error, path), headers, status=error.status)
 
 
 def json_response(

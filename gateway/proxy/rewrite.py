@@ -103,7 +103,7 @@ class Rewriter:
             inbound: The request as it came.
             raw: The bytes of its body.
         """
-        if not self.rules or inbound.surface != "chat":
+        if not self.rules or inbound.surface != "chat" or inbound.is_fixed:
             return Rewrite(await dispatcher.plan(pool, inbound), raw)
         if self.mode == "observe":
             plan = await dispatcher.plan(pool, inbound)
@@ -128,7 +128,7 @@ class Rewriter:
         ``observe`` mode, where no rewritten form was ever sent, those looked at before count as
         held.
         """
-        if not self.rules or inbound.surface != "chat":
+        if not self.rules or inbound.surface != "chat" or inbound.is_fixed:
             return Rewrite(await dispatcher.plan(pool, inbound, in_full=True), raw)
         return await self._look(dispatcher, pool, inbound, raw, Peek(self._memory))
 

@@ -21,11 +21,13 @@ from gateway.errors import (
 )
 from gateway.proxy.delivery import Delivery
 from gateway.proxy.outbound import outbound
+from gateway.proxy.ways import Sent
 from gateway.routing.dispatch import GateFull, GateTimeout, Outcome
 
 if TYPE_CHECKING:
     from gateway.front.exchange import Exchange
     from gateway.proxy.forward import Proxy
+    from gateway.proxy.ways import Way
     from gateway.routing.dispatch import Decision, Inbound, Plan, Ticket
     from gateway.telemetry.record import RequestRecord
 
@@ -56,11 +58,12 @@ class Sending:
         inbound: The request as the client sent it.
         record: Filled in as things happen.
         started_s: When the request came.
+        way: How it is said to a worker; None = as a chat or text completion.
     """
 
     __slots__ = (
         *("_body", "_budget", "_exchange", "_failed", "_headers", "_inbound", "_is_spent"),
-        *("_max_attempts", "_plan", "_proxy", "_raw", "_record", "_started_s"),
+        *("_max_attempts", "_plan", "_proxy", "_raw", "_record", "_started_s", "_way"),
     )
 
     def __init__(
@@ -73,7 +76,9 @@ class Sending:
         inbound: Inbound,
         record: RequestRecord,
         started_s: float,
+        way: Way | None = None,
     ) -> None:
+        self._way = way
         self._proxy = proxy
         self._exchange = exchange
         self._headers = headers
@@ -185,12 +190,13 @@ class Sending:
         upstream, limits = ticket.worker.upstream, self._proxy.limits
         if upstream is None:
             raise LookupError(f"worker {ticket.worker.id} has no connections")
-        out = outbound(self._plan, ticket, self._headers, self._body, self._proxy.offload_put)
+        said = (self._plan, ticket, self._headers, self._body, self._proxy.offload_put)
+        out = outbound(*said) if self._way is None else await self._way.say(Sent(*said))
         self._record.offload_tokens = out.offload_tokens
         try:
             answer = await upstream.request(
                 "POST",
-                self._exchange.path,
+                out.path or self._exchange.path,
                 out.headers,
                 out.body,
                 first_byte_s=limits.first_byte_s,
@@ -218,7 +224,13 @@ class Sending:
                 ticket.finish(Outcome.UPSTREAM_ERROR)
                 return other
             await Delivery(
-                self._exchange, answer, ticket, self._record, self._proxy, self._started_s
+                self._exchange,
+                answer,
+                ticket,
+                self._record,
+                self._proxy,
+                self._started_s,
+                out.hearing,
             ).run()
             return None
         finally:

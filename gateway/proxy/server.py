@@ -252,13 +252,14 @@ class ClientConnection(web.RequestHandler):
         if isinstance(exc, ConnectionError) or request.writer.output_size > 0:
             raise ConnectionResetError("nothing can be answered any more") from exc
         if isinstance(exc, GatewayError):
-            return error_response(exc, _request_id(request))
+            return error_response(exc, _request_id(request), request.path)
         if status >= 500:
             log.error("request_failed", path=request.path, exc_info=exc)
             message = "The gateway failed on this request."
         response = error_response(
             error_for_status(status, message or "The request is not valid HTTP."),
             _request_id(request),
+            request.path,
         )
         response.force_close()
         return response
@@ -276,7 +277,8 @@ def _reshape(request: web.BaseRequest, error: web.HTTPException) -> web.Response
     what = f"{request.method} {request.path}"
     messages = {404: f"No such path: {what}.", 405: f"Method not allowed: {what}."}
     message = messages.get(error.status) or error.text or error.reason
-    response = error_response(error_for_status(error.status, message), _request_id(request))
+    shown = error_for_status(error.status, message)
+    response = error_response(shown, _request_id(request), request.path)
     if "allow" in error.headers:
         response.headers["allow"] = error.headers["allow"]
     return response

@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 
+def insert(body: bytes, put: Mapping[str, bytes]) -> bytes:
+    """Return ``body`` with members added at its end; costs one copy, whatever its size.
+
+    Args:
+        body: A JSON object with a member, which a parser has accepted.
+        put: Encoded JSON value by name, of names that it does not have.
+    """
+    end = body.rindex(b"}")
+    added = b"".join([b"," + orjson.dumps(name) + b":" + value for name, value in put.items()])
+    return b"".join((body[:end], added, body[end:]))
+
+
 def splice(
     body: bytes, *, put: Mapping[str, bytes] | None = None, drop: Collection[str] = ()
 ) -> bytes:

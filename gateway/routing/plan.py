@@ -38,6 +38,7 @@ class Inbound:
             body's.
         deadline_s: When its client gives up (monotonic); None = not told.
         pinned: Worker that alone has what the request builds on; empty = any may serve it.
+        is_fixed: Whether it goes on as it came, since ``body`` only stands for it.
     """
 
     surface: Literal["chat", "completions", "text", "none"]
@@ -50,6 +51,7 @@ class Inbound:
     salt: str | None = None
     deadline_s: float | None = None
     pinned: str = ""
+    is_fixed: bool = False
 
     @property
     def cache_salt(self) -> str:

@@ -135,7 +135,8 @@ async def test_a_stream_passes_unchanged_and_is_accounted() -> None:
     ]
     async with RawEngine() as engine, gateway(engine.url) as gw:
         engine.scripts.append(stream(*pieces))
-        status, body, response = await gw.post(body=chat(stream=True))
+        asked = chat(stream=True, stream_options={"include_usage": True})
+        status, body, response = await gw.post(body=asked)
         record = await gw.record()
 
     assert (status, body) == (200, b"".join(pieces))

@@ -14,6 +14,7 @@ import orjson
 
 from gateway.errors import MalformedAnswer
 from gateway.protocols.anthropic.answer import message_id, reasoning_of, stop_of, usage_of_chat
+from gateway.protocols.errors import message_of
 from gateway.protocols.events import documents
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class MessageStream:
         self._kept_chars = 0
         self._stop: tuple[str, str | None] = ("end_turn", None)
         self._usage: Any = None
+        self._has_failed = False
 
     def feed(self, data: bytes) -> bytes:
         """Take whole events of the engine; return those for the client.
@@ -76,7 +78,9 @@ class MessageStream:
         return self._taken()
 
     def end(self) -> bytes:
-        """Return the last events of a stream that ended well."""
+        """Return the last events of a stream that ended; none after an error."""
+        if self._has_failed:
+            return b""
         self._begin({})
         self._close_calls()
         self._close()
@@ -92,6 +96,11 @@ class MessageStream:
         return self._taken()
 
     def _take(self, document: dict[str, Any]) -> None:
+        if document.get("error"):
+            self._has_failed = True
+            told = {"type": "api_error", "message": message_of(orjson.dumps(document))}
+            self._say("error", error=told)
+            return
         self._usage = document.get("usage") or self._usage
         choices = document.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None

@@ -1,0 +1,127 @@
+"""Requests to all paths but chat and text completions: what is read of them, and their ways."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import orjson
+
+from gateway.errors import InvalidRequest
+from gateway.protocols.anthropic import to_chat
+from gateway.protocols.multipart import model_of
+from gateway.protocols.responses import ResponseHomes, readable, routing_text
+from gateway.proxy.body import parse_body
+from gateway.proxy.speech import Speech
+from gateway.proxy.ways import MessagesWay, PassedOn, ResponsesWay
+from gateway.routing.dispatch import Inbound
+
+if TYPE_CHECKING:
+    from gateway.front.exchange import Exchange
+    from gateway.protocols.surfaces import SurfaceSpec
+    from gateway.proxy.ways import Way
+    from gateway.tenancy import Tenant
+
+_FORM = "multipart/form-data"
+# Members that routing reads whatever the API.
+_FOR_ROUTING = ("user", "prompt_cache_key", "warmlane", "stream", "model")
+
+
+class Asked(NamedTuple):
+    """A request as it was read.
+
+    Attributes:
+        inbound: What routing reads of it.
+        body: The bytes that ``inbound.body`` stands for.
+        way: How it is said to a worker; None = as a chat or text completion.
+    """
+
+    inbound: Inbound
+    body: bytes
+    way: Way | None = None
+
+
+class Asking:
+    """Reads requests; one per process, one event loop only.
+
+    Attributes:
+        speech: Which workers speak an API themselves.
+        homes: Which worker keeps which response.
+    """
+
+    def __init__(self) -> None:
+        self.speech = Speech()
+        self.homes = ResponseHomes()
+
+    def read(
+        self, spec: SurfaceSpec, exchange: Exchange, body: bytes, tenant: Tenant, request_id: str
+    ) -> Asked:
+        """Read a request to a path of ``spec``.
+
+        Raises:
+            InvalidRequest: If it names no model, or is not what its API asks for.
+        """
+        target = f"{exchange.path}?{exchange.query}" if exchange.query else exchange.path
+        kind = exchange.headers.get("content-type") or ""
+        if spec.way == "pass" and kind.lower().startswith(_FORM):
+            field = model_of(body, kind)
+            document = {"model": field.value}
+            inbound = _inbound("none", document, exchange, tenant, request_id)
+            return Asked(inbound, body, PassedOn(target, None, field))
+        document = parse_body(body, "messages" if spec.way == "messages" else "other")
+        if spec.way == "messages":
+            return self._messages(document, target, body, exchange, tenant, request_id)
+        if spec.way == "responses":
+            return self._responses(document, target, body, exchange, tenant, request_id)
+        inbound = _inbound("none", document, exchange, tenant, request_id)
+        return Asked(inbound, body, PassedOn(target, document))
+
+    def _messages(
+        self,
+        document: dict[str, Any],
+        target: str,
+        body: bytes,
+        exchange: Exchange,
+        tenant: Tenant,
+        request_id: str,
+    ) -> Asked:
+        refusal = None
+        try:
+            read = to_chat(document)
+            chat: bytes | None = orjson.dumps(read)
+        except InvalidRequest as error:
+            chat, refusal = None, error
+        if chat is None:
+            read = {name: document[name] for name in _FOR_ROUTING if name in document}
+        way = MessagesWay(target, document, body, chat, refusal, self.speech)
+        surface = "text" if chat is None else "chat"
+        inbound = _inbound(surface, read, exchange, tenant, request_id)
+        return Asked(inbound, body if chat is None else chat, way)
+
+    def _responses(
+        self,
+        document: dict[str, Any],
+        target: str,
+        body: bytes,
+        exchange: Exchange,
+        tenant: Tenant,
+        request_id: str,
+    ) -> Asked:
+        read, surface = readable(document), "chat"
+        if read is None:
+            read = {name: document[name] for name in _FOR_ROUTING if name in document}
+            read["prompt"], surface = routing_text(document), "text"
+        inbound = _inbound(surface, read, exchange, tenant, request_id)
+        inbound.is_fixed = True
+        inbound.pinned = self.homes.find(tenant.name, document.get("previous_response_id"))
+        way = ResponsesWay(target, document, self.speech, self.homes, tenant.name)
+        return Asked(inbound, body, way)
+
+
+def _inbound(
+    surface: Any, document: dict[str, Any], exchange: Exchange, tenant: Tenant, request_id: str
+) -> Inbound:
+    inbound = Inbound(
+        surface, document, exchange.headers, document["model"], tenant.name, request_id
+    )
+    inbound.salt = tenant.salting(document)
+    return inbound
