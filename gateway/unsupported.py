@@ -6,6 +6,7 @@ asked for; one whose absence only costs speed is a warning.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def unsupported(settings: Settings) -> tuple[list[str], list[str]]:
 
 
 def _pool_errors(pool: PoolConfig) -> Iterator[str]:
-    where = f"pools[{pool.name}]"
-    if pool.discovery.type != "static":
-        yield f"{where}.discovery.type: {pool.discovery.type} is not available; expected static"
+    if pool.discovery.type == "dns" and pool.discovery.srv and find_spec("aiodns") is None:
+        yield (
+            f"pools[{pool.name}].discovery.srv: SRV records need aiodns: expected an installation "
+            "of warmlane[dns]"
+        )

@@ -1,0 +1,1 @@
+"""Where workers come from: a file, DNS or Kubernetes, beside those of the configuration."""
