@@ -326,12 +326,15 @@ class Index:
             lengths[self._by_bit[bit]] = num_blocks
 
     def _hits(self, hashes: Sequence[BlockHash], lengths: dict[Holder, int]) -> dict[str, Hit]:
-        mixed = {holder: length for holder, length in lengths.items() if holder.num_below}
-        hits = split_hits(self._view, hashes, mixed, self.block_size) if mixed else {}
+        mixed = {}
+        hits: dict[str, Hit] = {}
+        block_size = self.block_size
         for holder, length in lengths.items():
-            if not holder.num_below:
-                hits[holder.worker] = Hit(gpu=length * self.block_size)
-        return hits
+            if holder.num_below:
+                mixed[holder] = length
+            else:
+                hits[holder.worker] = Hit(length * block_size)
+        return hits | split_hits(self._view, hashes, mixed, block_size) if mixed else hits
 
     def _tidy(self, num_stored: int) -> None:
         """Pay for stored blocks: sweep as many, and evict what is too much, in bounded time."""

@@ -106,7 +106,7 @@ def _candidates(
     new_tokens = num_blocks * block_size
     demand = plan.num_tokens + OUTPUT_ALLOWANCE_TOKENS
     all_pull = pool.peer_pull == "llm-d"
-    is_modelled = True
+    num_modelled = 0
     candidates = []
     for worker_id, worker in pool.workers.items():
         books, health = worker.books, worker.health
@@ -125,8 +125,8 @@ def _candidates(
             if worker.block_size is not None and worker.block_size != block_size:
                 hits[worker_id] = hit = _in_whole_blocks(hit, worker.block_size)
             c.hit_gpu, c.hit_cpu, c.hit_disk, c.hit_remote = hit
-        if learned is None:
-            is_modelled = False
+        if learned is not None:
+            num_modelled += 1
         if (worker.can_pull or all_pull) and can_pull(pool, worker):
             c.can_pull, c.pull_rates = True, worker.learner.pull_rates
         c.capacity_tokens = capacity = worker.capacity_tokens
@@ -160,7 +160,7 @@ def _candidates(
                 c.why = _why_slow(worker.slow_start, c, plan.num_tokens, now_s)
             c.eligible = c.why == "ok"
         candidates.append(c)
-    if not is_modelled:
+    if 0 < num_modelled < len(candidates):
         _lend_models(candidates)
     _relent(candidates)
     return candidates
@@ -235,13 +235,9 @@ def _credit(plan: Plan) -> dict[str, int]:
 
 def _lend_models(candidates: list[Candidate]) -> None:
     """Let a worker nobody measured borrow its pool's highest constants."""
-    models = [c.model for c in candidates]
-    if None not in models:
-        return
-    borrowed = slowest([model for model in models if model is not None])
-    if borrowed is not None:
-        for c in candidates:
-            c.model = c.model or borrowed
+    borrowed = slowest([c.model for c in candidates if c.model is not None])
+    for c in candidates:
+        c.model = c.model or borrowed
 
 
 def _read_ages(index: Index, worker: Worker, c: Candidate, now_s: float) -> None:

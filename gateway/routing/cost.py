@@ -316,14 +316,20 @@ def estimate_s(
     )  # fmt: skip
 
 
-def estimate_token_requests(c: Candidate, prompt_tokens: int, hit_tokens: int) -> Estimate:
-    """Price one candidate without any constant: ``(u + Qtok) * (n + 1)``.
+def token_requests(c: Candidate, prompt_tokens: int, hit_tokens: int) -> float:
+    """Return the cost of one candidate without any constant: ``(u + Qtok) * (n + 1)``.
 
     Source: LMetric on an event-fed index and queued tokens, the best parameter-free rule found.
     """
     uncached = prompt_tokens - hit_tokens if prompt_tokens > hit_tokens else 1
-    cost = float((uncached + c.queued_tokens) * (c.in_flight + 1))
-    estimate = Estimate(c.worker, hit_tokens, uncached, cost * c.bias)
+    return float((uncached + c.queued_tokens) * (c.in_flight + 1)) * c.bias
+
+
+def estimate_token_requests(c: Candidate, prompt_tokens: int, hit_tokens: int) -> Estimate:
+    """Price one candidate without any constant; see ``token_requests``."""
+    uncached = prompt_tokens - hit_tokens if prompt_tokens > hit_tokens else 1
+    cost = token_requests(c, prompt_tokens, hit_tokens)
+    estimate = Estimate(c.worker, hit_tokens, uncached, cost)
     if c.hit_tokens:
         estimate.source = "own"
     return estimate

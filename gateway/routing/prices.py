@@ -18,6 +18,7 @@ from gateway.routing.cost import (
     estimate_s,
     estimate_token_requests,
     eviction_s,
+    token_requests,
 )
 from gateway.routing.pull import PULL_START, least_s, with_sources
 
@@ -69,7 +70,9 @@ class Prices:
         if self.in_seconds:
             costs = self._contenders(positions)
         else:
-            costs = [(i, self[i].cost) for i in positions]
+            request, hits = self._request, self.hits
+            candidates, prompt_tokens = request.candidates, request.prompt_tokens
+            costs = [(i, token_requests(candidates[i], prompt_tokens, hits[i])) for i in positions]
         limit = min([cost for _, cost in costs]) + TIE
         return [i for i, cost in costs if cost <= limit]
 
