@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from gateway.allowed import check_allowed_host
 from gateway.discovery_config import DiscoveryConfig, StaticDiscovery
+from gateway.pass_through import check_pass_through
 from gateway.section import (
     NonNegativeInt,
     Port,
@@ -90,10 +91,17 @@ class ServerConfig(Section):
     processes: PositiveInt = 1
     max_body_mb: PositiveInt = 32
     drain_s: Seconds = 30
+    # More inference paths that are passed on to a worker of the model's pool; /* = all below.
+    pass_through: tuple[str, ...] = ()
     front: Literal["aiohttp", "raw"] = "aiohttp"
     access: AccessConfig = AccessConfig()
     tls: TlsConfig = TlsConfig()
     limits: LimitsConfig = LimitsConfig()
+
+    @field_validator("pass_through")
+    @classmethod
+    def _paths(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(check_pass_through(value) for value in values)
 
 
 class RoutingConfig(Section):

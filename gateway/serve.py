@@ -279,6 +279,7 @@ class Gateway:
             rewriters=self.rewriters,
             extra_routes=tokenize.routes(),
             tenancy=self.tenancy,
+            pass_through=server.pass_through,
         )
         app[API].proxy.offload_put = self.worth.offload_put
         self.operators = Operators(self.settings.server, self._role, admin, self.telemetry)

@@ -5,9 +5,10 @@ What is not in it does not exist here: an engine's administration paths are neve
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+from gateway.pass_through import ADMINISTRATION, is_plain_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -51,14 +52,6 @@ SURFACES: dict[str, SurfaceSpec] = {
 _BELOW = {"/v1/audio/": SurfaceSpec("audio", "pass")}
 _CONFIGURED = SurfaceSpec("other", "pass")
 
-# Last parts of paths by which engines are administered or looked into (vLLM, SGLang, llama.cpp).
-ADMINISTRATION = re.compile(
-    r"/(?:(?:un)?load_lora_adapter|lora[_-]adapters|reset_\w+_cache|flush_cache|clear_hicache\w*"
-    r"|sleep|wake_up|is_sleeping|(?:start|stop)_profile|collective_rpc|update_\w*weights\w*"
-    r"|init_weights\w*|(?:release|resume)_memory_occupation|abort_request|set_internal_state"
-    r"|pause\w*|continue_generation|shutdown|slots|props|admin|server_info|get_\w+|metrics)(?:/|$)"
-)
-
 
 class Surfaces:
     """The paths of one gateway.
@@ -79,11 +72,9 @@ class Surfaces:
     def find(self, path: str) -> SurfaceSpec | None:
         """Return what is done with a path; None if it is none of ours. A look-up for most."""
         spec = self._exact.get(path)
-        if spec is None and not ADMINISTRATION.search(path):
-            for below, under in self._below.items():
-                if path.startswith(below) and ".." not in path:
-                    return under
-        return spec
+        if spec is not None or ADMINISTRATION.search(path) or not is_plain_path(path):
+            return spec
+        return next((spec for below, spec in self._below.items() if path.startswith(below)), None)
 
     @property
     def exact(self) -> tuple[str, ...]:
@@ -95,19 +86,6 @@ class Surfaces:
         yield from self._exact
         for below in self._below:
             yield below + "{rest:.+}"
-
-
-def check_pass_through(path: str) -> str:
-    """Return a configured path if it may be passed on.
-
-    Raises:
-        ValueError: If it is no path of an API, or administers engines.
-    """
-    if not re.fullmatch(r"/[A-Za-z0-9._/-]*[A-Za-z0-9_-](?:/\*)?", path) or ".." in path:
-        raise ValueError(f"expected a path such as /v1/pooling or /v1/images/*, got {path!r}")
-    if ADMINISTRATION.search(path) or path.startswith(("/admin", "/health", "/console")):
-        raise ValueError(f"{path!r} administers engines or this gateway and is never passed on")
-    return path
 
 
 def family_of(path: str) -> Family:

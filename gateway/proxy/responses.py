@@ -45,7 +45,7 @@ class AiohttpExchange(Exchange):
             is_http11=request.version >= HttpVersion11,
             keep_alive=request.keep_alive,
         )
-        self.query = request.query_string
+        self.query = request.rel_url.raw_query_string
         self._request = request
         self._limits = limits
 

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from gateway.errors import GatewayError, error_for_status
 from gateway.front.raw import RawFront
+from gateway.protocols.surfaces import Surfaces
 from gateway.proxy.api import Api
 from gateway.proxy.headers import request_id_from
 from gateway.proxy.lifecycle import Lifecycle
@@ -60,6 +61,7 @@ def make_app(
     clock: Callable[[], float] = time.monotonic,
     rewriters: Mapping[str, Rewriter] | None = None,
     tenancy: Tenancy | None = None,
+    pass_through: Sequence[str] = (),
 ) -> web.Application:
     """Build the application of the client port.
 
@@ -71,12 +73,20 @@ def make_app(
         clock: Monotonic seconds; the dispatcher's.
         rewriters: Pool name -> its canonicalisation; None forwards what came.
         tenancy: Who sends a request; None asks nobody.
+        pass_through: More paths that are passed on to workers.
     """
     app = web.Application()
     app[LIFECYCLE] = Lifecycle()
     app[LIMITS] = limits = limits or Limits()
     app[API] = api = Api(
-        dispatcher, observe, limits, app[LIFECYCLE], clock, rewriters or {}, tenancy
+        dispatcher,
+        observe,
+        limits,
+        app[LIFECYCLE],
+        clock,
+        rewriters or {},
+        tenancy,
+        Surfaces(pass_through),
     )
     api.add_routes(app)
     app.add_routes(extra_routes)
