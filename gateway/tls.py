@@ -68,7 +68,7 @@ class ServerTls:
         self.context = self._load()
         # A context that is in use cannot be changed in one step: another one takes its place while
         # a connection says hello.
-        self.context.sni_callback = self._take_current  # type: ignore[assignment]
+        self.context.sni_callback = self._take_current
 
     async def run(self, every_s: float = RELOAD_CHECK_S) -> None:
         """Look at the files every ``every_s`` seconds, until cancelled."""

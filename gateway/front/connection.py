@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import socket
 from typing import TYPE_CHECKING
 
 from gateway.errors import BodyTimeout, HeadTooLarge, InvalidRequest
@@ -19,6 +18,7 @@ from gateway.front.exchange import refusal
 from gateway.front.framing import ChunkedBody, SizedBody
 from gateway.front.head import Head
 from gateway.front.raw_exchange import RawExchange
+from gateway.sockets import probe_peer
 
 if TYPE_CHECKING:
     from gateway.front.exchange import FrontLimits
@@ -76,9 +76,7 @@ class RawConnection(asyncio.Protocol):
         self.transport = transport  # type: ignore[assignment]
         self.deadline_s = self.loop.time() + self._front.limits.idle_s
         self._front.remember(self)
-        # A client that vanished without a word is noticed in the end, however long it waits.
-        sock = transport.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        probe_peer(transport)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes: of a body, of the next request, or of what nobody wants any more."""

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import structlog
 from aiohttp import web
 
-from gateway.errors import GatewayError, error_for_status
+from gateway.errors import BodyTimeout, GatewayError, error_for_status
+from gateway.front.exchange import refusal
 from gateway.front.raw import RawFront
 from gateway.protocols.surfaces import Surfaces
 from gateway.proxy.api import Api
@@ -21,6 +22,7 @@ from gateway.proxy.headers import request_id_from
 from gateway.proxy.lifecycle import Lifecycle
 from gateway.proxy.limits import Limits
 from gateway.proxy.responses import error_response
+from gateway.sockets import probe_peer
 
 if TYPE_CHECKING:
     import ssl as ssl_module
@@ -232,13 +234,14 @@ def _reference(
     return ClientConnection(
         runner.server,
         loop=loop,
+        head_s=limits.head_s,
         keepalive_timeout=limits.idle_s,
         max_line_size=limits.head_bytes // _MAX_FIELD_RATIO,
         max_field_size=limits.head_bytes // _MAX_FIELD_RATIO,
         max_headers=limits.headers,
         lingering_time=_LINGER_S,
         auto_decompress=False,
-        access_log=None,  # type: ignore[arg-type]  # aiohttp takes None for no log
+        access_log=None,  # aiohttp takes None for no log
     )
 
 
@@ -249,7 +252,42 @@ class ClientConnection(web.RequestHandler):
     paths, failed expectations. Requests that go well do not pass through it.
     """
 
-    __slots__ = ()
+    __slots__ = ("_head_s", "_head_timer")
+
+    def __init__(self, manager: web.Server, *, head_s: float, **options: Any) -> None:
+        super().__init__(manager, **options)
+        self._head_s = head_s
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the socket."""
+        super().connection_made(transport)
+        probe_peer(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; those of a head that goes on must become a whole one in time."""
+        super().data_received(data)
+        waiter = self._waiter
+        is_waiting = not self._request_count or (waiter is not None and not waiter.done())
+        if is_waiting and not self._messages:
+            if self._head_timer is None:
+                self._head_timer = self._loop.call_later(self._head_s, self._head_late)
+        elif self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """End what is under way."""
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def _head_late(self) -> None:
+        transport = self.transport
+        if transport is not None:
+            late = f"The head did not arrive within {self._head_s:g} s."
+            transport.write(refusal(BodyTimeout(late)))
+            self.force_close()
 
     def handle_error(
         self,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import httptools
 
 from gateway.errors import MalformedAnswer, ResetBeforeFirstByte, ResetMidStream, UpstreamError
+from gateway.sockets import probe_peer
 from gateway.upstream.response import Headers, Response, StaleConnection
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the socket."""
         self._transport = transport  # type: ignore[assignment]
+        probe_peer(transport)
         self._upstream.remember(self)
 
     def data_received(self, data: bytes) -> None:
