@@ -7,5 +7,6 @@ and replays decode steps, ``pool.py`` holds KV on the device and orders whoever 
 Only ``attention_kernels.py`` and ``row_kernels.py`` import triton, and only this package imports
 those, so nothing of it is loaded where a CPU computes.
 
-Every kernel also runs in Triton's interpreter (``TRITON_INTERPRET=1``) over CPU tensors.
+Kernels are compiled with products and sums fused, whatever Triton's own default is: the bits of KV
+must not change with its version. Every kernel also runs in Triton's interpreter (``TRITON_INTERPRET=1``) over CPU tensors.
 """

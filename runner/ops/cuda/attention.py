@@ -85,6 +85,7 @@ class PagedAttention:
             WINDOW=self._window if layer in self._window_layers else 0,
             num_warps=run.shape.num_warps,
             num_stages=run.shape.num_stages,
+            enable_fp_fusion=True,
         )
 
     def _merge(self, out: torch.Tensor, tiles: torch.Tensor, step: CudaStep, run: TileRun) -> None:
@@ -100,6 +101,7 @@ class PagedAttention:
             DIM=_tile_dim(self._head_dim),
             SPLIT=SPLIT_TOKENS,
             num_warps=1,
+            enable_fp_fusion=True,
         )
 
 

@@ -40,7 +40,13 @@ class CudaNorm:
         count, width = rows.shape
         if count:
             rms_norm_kernel[(count,)](
-                out, rows, self._scale, self._epsilon, WIDTH=width, TILE=next_power(width)
+                out,
+                rows,
+                self._scale,
+                self._epsilon,
+                WIDTH=width,
+                TILE=next_power(width),
+                enable_fp_fusion=True,
             )
         return out
 
@@ -70,7 +76,9 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty((count, width))
     if count:
         tile = min(SILU_TILE, next_power(width))
-        silu_mul_kernel[(count, -(-width // tile))](out, gate_up, WIDTH=width, TILE=tile)
+        silu_mul_kernel[(count, -(-width // tile))](
+            out, gate_up, WIDTH=width, TILE=tile, enable_fp_fusion=True
+        )
     return out
 
 
@@ -112,4 +120,5 @@ class RopeWriter:
             TILE_HEADS=tile_heads,
             BLOCK_SIZE=step.pool.block_size,
             HAS_NORM=head_norm is not None,
+            enable_fp_fusion=True,
         )
