@@ -8,5 +8,6 @@ Only ``attention_kernels.py`` and ``row_kernels.py`` import triton, and only thi
 those, so nothing of it is loaded where a CPU computes.
 
 Kernels are compiled with products and sums fused, whatever Triton's own default is: the bits of KV
-must not change with its version. Every kernel also runs in Triton's interpreter (``TRITON_INTERPRET=1``) over CPU tensors.
+must not change with its version. Every kernel also runs in Triton's interpreter
+(``TRITON_INTERPRET=1``) over CPU tensors.
 """
