@@ -97,7 +97,7 @@ class Watch:
         if status >= 500:
             health.check_failed(self._clock(), timed_out=False, is_streaming=False)
             return False
-        health.check_succeeded()
+        health.check_succeeded(self._clock())
         return True
 
     async def _scrape(self) -> None:

@@ -29,6 +29,9 @@ MAX_LOAD_AGE_S = 0.150
 DRAWN_SHARE = 3
 # A third of the time of ``copy.copy``; msgspec's stubs do not know it.
 _copy: Callable[[Candidate], Candidate] = Candidate.__copy__  # type: ignore[attr-defined]
+# Factor on the cost of a worker that is let back in since too many are out: it is tried when those
+# that are well have queues, and not before.
+READMITTED_BIAS = 8.0
 # A worker that is out for one of these reasons is used when nobody else is left.
 _PANIC = ("not_ready", "ejected")
 
@@ -107,7 +110,8 @@ def _candidates(
     demand = plan.num_tokens + OUTPUT_ALLOWANCE_TOKENS
     all_pull = pool.peer_pull == "llm-d"
     num_modelled = 0
-    candidates = []
+    candidates: list[Candidate] = []
+    ejected: list[Candidate] = []
     for worker_id, worker in pool.workers.items():
         books, health = worker.books, worker.health
         c = _copy(books.load)
@@ -143,7 +147,7 @@ def _candidates(
                 # At most this much is needed; choose() computes it exactly.
                 if held + demand + c.queued_tokens > EVICTION_FILL * capacity:
                     _read_ages(index, worker, c, now_s)
-        if health.failures:
+        if health.is_dear:
             c.bias = health.bias(now_s)
         if books.due_s < now_s:
             c.overdue_s = now_s - books.due_s
@@ -156,12 +160,16 @@ def _candidates(
             or worker.slow_start is not None
         ):
             c.why = _why(worker, now_s, exclude, adapter)
+            if c.why == "ejected" and health.seems_alive(now_s):
+                ejected.append(c)
             if c.why == "ok" and worker.slow_start is not None:
                 c.why = _why_slow(worker.slow_start, c, plan.num_tokens, now_s)
             c.eligible = c.why == "ok"
         candidates.append(c)
     if 0 < num_modelled < len(candidates):
         _lend_models(candidates)
+    if ejected and 2 * len(ejected) > len(candidates):
+        _readmit(ejected)
     _relent(candidates)
     return candidates
 
@@ -270,6 +278,16 @@ def _why_slow(start: SlowStart, c: Candidate, prompt_tokens: int, now_s: float) 
     if 2 * c.hit_tokens >= prompt_tokens or start.is_over(now_s) or start.lets_in(now_s):
         return "ok"
     return "warming"
+
+
+def _readmit(ejected: list[Candidate]) -> None:
+    """Let those back in that are out for failed requests only, dearer than any who are well.
+
+    What fails at more than half of a pool's workers, while they say that they are well, is more
+    likely the requests' fault, and the rest of the pool could not do all the work.
+    """
+    for c in ejected:
+        c.eligible, c.why, c.bias = True, "panic", max(c.bias, READMITTED_BIAS)
 
 
 def _relent(candidates: list[Candidate]) -> None:

@@ -21,10 +21,11 @@ class Outcome(StrEnum):
     UPSTREAM_ERROR = "upstream_error"  # the engine answered 5xx
     TRUNCATED = "truncated"  # the connection ended after the first byte
     REJECTED = "rejected"  # the engine answered 4xx
-    CANCELLED = "cancelled"  # the gateway gave up: shutdown, deadline
+    DEADLINE = "deadline"  # the client's own time, or that of any request, was over
+    CANCELLED = "cancelled"  # the gateway gave up: shutdown
 
 
-# A first-byte deadline is no verdict: a long prefill is not a dead worker.
+# A deadline is no verdict: a long prefill is not a dead worker, nor is a client in a hurry.
 WORKER_FAILURES = frozenset(
     {Outcome.CONNECT_FAILED, Outcome.UPSTREAM_RESET, Outcome.UPSTREAM_ERROR, Outcome.TRUNCATED}
 )

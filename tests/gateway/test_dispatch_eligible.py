@@ -68,6 +68,40 @@ async def test_ill_workers_come_back_when_there_is_nobody_else_and_drained_ones_
     assert decision.worker in ("w1", "w2")
 
 
+@pytest.mark.parametrize("num_ejected", range(6))
+async def test_failed_requests_put_out_at_most_half_of_a_pool_that_says_it_is_well(
+    num_ejected: int,
+) -> None:
+    pool, routes, plan = await planned(5)
+    for worker in list(pool.workers.values())[:num_ejected]:
+        for _ in range(3):
+            worker.health.failed(Clock().now_s)
+    decision = routes.choose(plan)
+    is_most = 2 * num_ejected > 5
+
+    expected = ["panic" if is_most else "ejected"] * num_ejected + ["ok"] * (5 - num_ejected)
+    assert whys(decision) == expected
+    # Who is let back in is tried when the others have queues, and not before.
+    assert num_ejected == 5 or decision.worker not in list(pool.workers)[:num_ejected]
+
+
+@pytest.mark.parametrize("why", ["check", "asked"])
+async def test_who_fails_its_check_or_asks_for_time_stays_out_however_many_they_are(
+    why: str,
+) -> None:
+    pool, routes, plan = await planned(4)
+    for worker in list(pool.workers.values())[:3]:
+        for _ in range(3):
+            worker.health.failed(Clock().now_s)
+        if why == "check":
+            worker.health.check_failed(Clock().now_s, timed_out=False, is_streaming=False)
+        else:
+            worker.health.asked_to_wait(Clock().now_s, 5.0)
+
+    assert whys(routes.choose(plan)) == ["ejected"] * 3 + ["ok"]
+    assert routes.choose(plan).worker == "w3"
+
+
 # The kill switch
 
 
