@@ -112,11 +112,12 @@ class LoanedBlock:
 
     Attributes:
         record: Which.
-        read_into: Copies its bytes into a buffer of their length; from any thread.
+        read_into: Copies its bytes into a buffer of their length, and says whether they are still
+            what was stored, as far as that can be told; from any thread.
     """
 
     record: BlockRecord
-    read_into: Callable[[memoryview], None]
+    read_into: Callable[[memoryview], bool]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class Lender:
             if block is not None:
                 record = self._pool.record_of(block)
                 pooled.append(block)
-                loaned.append(LoanedBlock(record, partial(self._mover.copy_out, block)))
+                loaned.append(LoanedBlock(record, partial(_copy_out, self._mover, block)))
                 continue
             below = self._lend_host(keys[len(loaned) :], owner, deadline_s)
             if not below:
@@ -50,8 +50,7 @@ class Lender:
     def _lend_host(self, keys: Sequence[KvKey], owner: str, deadline_s: float) -> list[LoanedBlock]:
         if self._tiers is None:
             return []
-        held = self._tiers.pin_cpu(keys, owner, deadline_s)
-        return [LoanedBlock(record, partial(_copy, payload)) for record, payload in held]
+        return self._tiers.pin_cpu(keys, owner, deadline_s)
 
     def give_back(self, owner: str) -> None:
         """End an owner's loans; blocks may be reused from now on."""
@@ -60,5 +59,7 @@ class Lender:
             self._tiers.unpin_cpu(owner)
 
 
-def _copy(source: memoryview, target: memoryview) -> None:
-    target[:] = source
+def _copy_out(mover: BlockMover, block: int, target: memoryview) -> bool:
+    """Copy a block of the pool, whose bytes are what they are: it keeps no checksums."""
+    mover.copy_out(block, target)
+    return True

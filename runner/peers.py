@@ -64,7 +64,8 @@ class BlockServer:
         served_blocks: Blocks sent, and their bytes likewise.
         served_bytes: Bytes of blocks sent.
         refused: Pulls turned away since enough others were under way.
-        cut_short: Pulls ended before all was sent: the reader too slow or gone, the loan over.
+        cut_short: Pulls ended before all was sent: the reader too slow or gone, the loan over, a
+            block damaged.
     """
 
     def __init__(
@@ -140,46 +141,62 @@ class BlockServer:
         response = web.StreamResponse()
         response.content_type = "application/octet-stream"
         response.content_length = sum(self._record_bytes(block) for block in loan.blocks)
-        is_whole = False
+        num_sent, is_damaged = 0, False
         try:
             async with asyncio.timeout(max(0.0, loan.deadline_s - self._clock())):
                 await response.prepare(request)
                 for batch in self._batches(loan.blocks):
-                    records = await asyncio.to_thread(self._copy, batch)
+                    records, num_sound = await asyncio.to_thread(self._copy, batch)
                     if self._clock() >= loan.deadline_s:
                         break  # what was copied may be another block's by now
                     await response.write(records)
-                    self.served_blocks += len(batch)
-                    self.served_bytes += len(batch) * self._block_bytes
-                else:
-                    is_whole = True
+                    num_sent += num_sound
+                    if is_damaged := num_sound < len(batch):
+                        break
         except (TimeoutError, ConnectionError):
             pass
         finally:
-            if not is_whole:
-                self.cut_short += 1
-                # The reader must see that it is not all: a short body, not a clean end.
-                if request.transport is not None:
-                    request.transport.abort()
+            self._end(request, response, num_sent, len(loan.blocks), is_damaged)
         return response
+
+    def _end(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        num_sent: int,
+        num_lent: int,
+        is_damaged: bool,
+    ) -> None:
+        """Count, and let the reader see whether it got all."""
+        self.served_blocks += num_sent
+        self.served_bytes += num_sent * self._block_bytes
+        if num_sent == num_lent:
+            return
+        self.cut_short += 1
+        # A short body, not a clean end.
+        if is_damaged:
+            response.force_close()  # in order: what was sound before it still arrives
+        elif request.transport is not None:
+            request.transport.abort()
 
     def _batches(self, blocks: Sequence[LoanedBlock]) -> Iterator[Sequence[LoanedBlock]]:
         size = max(1, BATCH_BYTES // self._block_bytes)
         for start in range(0, len(blocks), size):
             yield blocks[start : start + size]
 
-    def _copy(self, blocks: Sequence[LoanedBlock]) -> bytearray:
-        """Return the records of some blocks; runs in a thread."""
+    def _copy(self, blocks: Sequence[LoanedBlock]) -> tuple[memoryview, int]:
+        """Return the records of the leading sound blocks and their number; runs in a thread."""
         records = bytearray(sum(self._record_bytes(block) for block in blocks))
         start = 0
-        for block in blocks:
+        for at, block in enumerate(blocks):
             end = start + self._record_bytes(block)
             payload = memoryview(records)[end - self._block_bytes : end]
-            block.read_into(payload)
+            if not block.read_into(payload):
+                return memoryview(records)[:start], at
             head = encode_head(self._namespace, block.record, payload)
             records[start : start + len(head)] = head
             start = end
-        return records
+        return memoryview(records), len(blocks)
 
     def _record_bytes(self, block: LoanedBlock) -> int:
         return head_bytes(len(block.record.tokens)) + self._block_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
@@ -31,6 +32,8 @@ class HostStore:
         self._clock = clock
         # What each slot holds and its xxh3; None: nothing that may be read.
         self._sealed: list[tuple[BlockRecord, int] | None] = [None] * arena.num_slots
+        # Found by threads, for the engine's to forget.
+        self._damaged: deque[Place] = deque()
 
     def target(self, slot: int) -> memoryview:
         """Return a reserved slot's memory to copy a block into; it holds nothing until sealed."""
@@ -47,6 +50,25 @@ class HostStore:
     def view(self, slot: int) -> memoryview:
         """Return a sealed slot's memory for reading; valid while the slot is pinned."""
         return self._arena.view(slot).toreadonly()
+
+    def copy_out(self, place: Place, target: memoryview) -> bool:
+        """Copy a pinned block for another runner; any thread.
+
+        Returns:
+            False if ``target`` has not got what was stored: it is the copy that is verified.
+        """
+        sealed = self._sealed[place.slot]
+        if sealed is None or not _is_same(sealed[0], place.record):
+            return False
+        target[:] = self._arena.view(place.slot)
+        is_sound = xxh3_64_intdigest(target) == sealed[1]
+        if not is_sound:
+            self._damaged.append(place)
+        return is_sound
+
+    def drain_damaged(self) -> list[Place]:
+        """Return the blocks that ``copy_out`` found damaged since the last call."""
+        return [self._damaged.popleft() for _ in range(len(self._damaged))]
 
     def read(self, wanted: Sequence[Place], deliver: Deliver, deadline_s: float) -> Outcome:
         """See ``BlockStore.read``."""

@@ -9,12 +9,11 @@ if TYPE_CHECKING:
 
     from prefix_index.events import Event
     from runner.kvkeys import KvKey
-    from runner.leases import LeaseBook
+    from runner.leases import LeaseBook, LoanedBlock
     from runner.pool.blocks import BlockPool
     from runner.tiers.peer import PeerStore
     from runner.tiers.types import (
         BlockMover,
-        BlockRecord,
         Committed,
         LoadDone,
         LoadPlan,
@@ -112,14 +111,12 @@ class Tiers(Protocol):
         """Say why a block that a request would have used was not loaded."""
         ...
 
-    def pin_cpu(
-        self, keys: Sequence[KvKey], owner: str, deadline_s: float
-    ) -> list[tuple[BlockRecord, memoryview]]:
+    def pin_cpu(self, keys: Sequence[KvKey], owner: str, deadline_s: float) -> list[LoanedBlock]:
         """Pin the leading ones of some blocks that are in host memory, until the deadline."""
         ...
 
     def unpin_cpu(self, owner: str) -> None:
-        """End what ``pin_cpu`` gave an owner."""
+        """End what ``pin_cpu`` gave an owner, and forget what was found damaged."""
         ...
 
     def drain_events(self) -> list[Event]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from runner.leases import LoanedBlock
 from runner.tiers.storer import PIN_DEADLINE_S
+from runner.tiers.types import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
     from runner.tiers.tier import Tier
     from runner.tiers.transfers import Acks, Lane
     from runner.tiers.types import (
-        BlockRecord,
         Committed,
         LoadDone,
         LoadPlan,
@@ -174,30 +176,32 @@ class TierManager:
             return "gated"
         return "evicted" if self._parts.past.was_evicted(key) else "cold"
 
-    def pin_cpu(
-        self, keys: Sequence[KvKey], owner: str, deadline_s: float
-    ) -> list[tuple[BlockRecord, memoryview]]:
+    def pin_cpu(self, keys: Sequence[KvKey], owner: str, deadline_s: float) -> list[LoanedBlock]:
         """Pin the leading ones of some blocks that are in host memory, until the deadline."""
         cpu, host = self._tiers.get("cpu"), self._parts.host
         if cpu is None or cpu.books is None or cpu.leases is None or host is None:
             return []
-        lent: list[tuple[BlockRecord, memoryview]] = []
+        lent: list[LoanedBlock] = []
         slots: list[int] = []
         for key in keys:
             entry = cpu.books.get(key)
             if entry is None:
                 break
             slots.append(entry.slot)
-            lent.append((entry.record, host.view(entry.slot)))
+            place = Place(entry.record, entry.slot)
+            lent.append(LoanedBlock(entry.record, partial(host.copy_out, place)))
         if slots:
             cpu.leases.take(_lender(owner), "peer", deadline_s, slots)
         return lent
 
     def unpin_cpu(self, owner: str) -> None:
-        """End what ``pin_cpu`` gave an owner."""
-        cpu = self._tiers.get("cpu")
-        if cpu is not None and cpu.leases is not None:
-            cpu.leases.release_owner(_lender(owner))
+        """End what ``pin_cpu`` gave an owner, and forget what was found damaged."""
+        cpu, host = self._tiers.get("cpu"), self._parts.host
+        if cpu is None or cpu.leases is None or host is None:
+            return
+        cpu.leases.release_owner(_lender(owner))
+        for place in host.drain_damaged():
+            cpu.lose(place, "damaged", self._parts.clock())
 
     def drain_events(self) -> list[Event]:
         """Return the KV events since the last call, in order."""

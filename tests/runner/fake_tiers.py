@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from runner.leases import LoanedBlock
 from runner.pool.events import removed_event, stored_event
 from runner.tiers.types import BlockRecord, Committed, LoadDone, LoadPlan, LoadQuery, TierStats
 
@@ -167,11 +169,13 @@ class FakeTiers:
     def why_missing(self, owner: str, key: KvKey) -> Literal["cold", "evicted", "gated", "failed"]:
         return "gated" if key in self.held else "cold"
 
-    def pin_cpu(
-        self, keys: Sequence[KvKey], owner: str, deadline_s: float
-    ) -> list[tuple[BlockRecord, memoryview]]:
+    def pin_cpu(self, keys: Sequence[KvKey], owner: str, deadline_s: float) -> list[LoanedBlock]:
         found = itertools.takewhile(lambda key: key in self.held, keys)
-        return [(self.held[key][0], memoryview(self.held[key][1])) for key in found]
+        return [LoanedBlock(self.held[key][0], partial(self._copy_out, key)) for key in found]
+
+    def _copy_out(self, key: KvKey, target: memoryview) -> bool:
+        target[:] = self.held[key][1]
+        return True
 
     def unpin_cpu(self, owner: str) -> None:
         pass

@@ -63,6 +63,7 @@ class Library:
             place.record.key: (place, PAYLOADS[at]) for at, place in enumerate(PLACES[:num_blocks])
         }
         self.loans: set[str] = set()
+        self.damaged: set[int] = set()
         self.answers = True
         self.error: Exception | None = None
         self.on_read: Any = lambda at: None
@@ -85,9 +86,10 @@ class Library:
         self.loans.discard(owner)
 
     def _lent(self, place: Place, payload: bytes) -> LoanedBlock:
-        def read_into(target: memoryview) -> None:
+        def read_into(target: memoryview) -> bool:
             self.on_read(place.record.depth)
             target[:] = payload
+            return place.record.depth not in self.damaged
 
         return LoanedBlock(place.record, read_into)
 
@@ -227,6 +229,21 @@ async def test_what_was_copied_after_the_loan_ended_is_never_sent() -> None:
         assert len(got.blocks) < NUM_BLOCKS
         assert got.blocks == PAYLOADS[: len(got.blocks)]
         assert side.server.cut_short == 1
+
+
+@pytest.mark.parametrize("damaged", [{0}, {1}, {200, 250}, {NUM_BLOCKS - 1}])
+async def test_a_block_that_the_lender_finds_damaged_ends_the_answer_before_it(
+    damaged: set[int],
+) -> None:
+    library = Library()
+    library.damaged = damaged
+    async with serving(library) as side:
+        store, got = store_for(side.url), Collected()
+        assert await pull(store, side.url, got) == "failed"
+        assert got.blocks == PAYLOADS[: min(damaged)]
+        assert store.figures()[side.url].failed == 1
+        await poll_until(lambda: side.server.cut_short == 1)
+        assert side.server.served_blocks == min(damaged)
 
 
 async def test_a_reader_that_stands_still_is_left_when_its_loan_ends(

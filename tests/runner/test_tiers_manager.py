@@ -17,6 +17,7 @@ from tests.runner.tier_parts import (
     Rig,
     ScriptedPeers,
     ScriptedStore,
+    bytes_of,
     payload_of,
 )
 
@@ -581,12 +582,31 @@ class TestLending:
         rig.settle()
         unknown = rig.chain(range(300, 304)).keys[0]
         lent = rig.tiers.pin_cpu([*chain.keys[:3], unknown, chain.keys[3]], "b", rig.clock() + 60)
-        assert [record.key for record, _ in lent] == chain.keys[:3]
-        assert [bytes(view) for _, view in lent] == [payload_of(key) for key in chain.keys[:3]]
+        assert [block.record.key for block in lent] == chain.keys[:3]
+        assert [bytes_of(block) for block in lent] == [payload_of(key) for key in chain.keys[:3]]
         for _ in range(3):
             rig.compute(range(500, 540))
             rig.settle()
-        assert [bytes(view) for _, view in lent] == [payload_of(key) for key in chain.keys[:3]]
+        assert [bytes_of(block) for block in lent] == [payload_of(key) for key in chain.keys[:3]]
+        rig.tiers.unpin_cpu("b")
+        rig.check()
+
+    @pytest.mark.parametrize("at", [0, 1, BLOCK_BYTES // 2, BLOCK_BYTES - 1])
+    def test_a_block_that_has_changed_in_host_memory_is_not_lent_and_forgotten(
+        self, make_rig: MakeRig, at: int
+    ) -> None:
+        rig = make_rig(num_blocks=128, host_slots=10)
+        chain = rig.compute(PROMPT)
+        rig.settle()
+        entry = rig.tiers._tiers["cpu"].books.get(chain.keys[2])
+        rig.host._arena.view(entry.slot)[at] ^= 1
+        lent = rig.tiers.pin_cpu(chain.keys, "b", rig.clock() + 60)
+        buffer = memoryview(bytearray(BLOCK_BYTES))
+        are_sound = [block.read_into(buffer) for block in lent]
+        assert are_sound == [at != 2 for at in range(10)]
+        rig.tiers.unpin_cpu("b")
+        assert (rig.stats("cpu").damaged_total, rig.stats("cpu").num_blocks) == (1, 9)
+        assert len(rig.tiers.pin_cpu(chain.keys, "b", rig.clock() + 60)) == 2
         rig.tiers.unpin_cpu("b")
         rig.check()
 

@@ -10,7 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from runner.kvkeys import KvKey
 from runner.tiers.types import LoadPlan
-from tests.runner.tier_parts import BLOCK_SIZE, ManualClock, Rig, ScriptedStore, payload_of
+from tests.runner.tier_parts import (
+    BLOCK_SIZE,
+    ManualClock,
+    Rig,
+    ScriptedStore,
+    bytes_of,
+    payload_of,
+)
 
 # Prompts of up to 8 blocks that share beginnings: few enough that they meet again and again.
 PROMPTS = st.builds(
@@ -156,8 +163,8 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS)
     def lend(self, prompt: list[int]) -> None:
         keys = self.rig.chain(prompt).keys
-        for record, view in self.rig.tiers.pin_cpu(keys, "borrower", self.clock() + 10):
-            assert bytes(view) == payload_of(record.key)
+        for block in self.rig.tiers.pin_cpu(keys, "borrower", self.clock() + 10):
+            assert bytes_of(block) == payload_of(block.record.key)
         self.rig.tiers.unpin_cpu("borrower")
 
     def collect(self) -> None:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from runner.kvkeys import BlockChain, KvKey, namespace_key, root_key
-from runner.leases import LeaseBook
+from runner.leases import LeaseBook, LoanedBlock
 from runner.pool.blocks import BlockPool
 from runner.tiers.arena import allocate_arena
 from runner.tiers.assemble import join_tiers
@@ -44,6 +44,13 @@ NAMESPACE = namespace_key({"model": "rig"})
 def payload_of(key: KvKey) -> bytes:
     """Return what a block with this key holds: so any wrong byte anywhere is seen."""
     return hashlib.shake_128(key).digest(BLOCK_BYTES)
+
+
+def bytes_of(block: LoanedBlock) -> bytes:
+    """Return what a lent block holds; it must be sound."""
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    assert block.read_into(buffer)
+    return bytes(buffer)
 
 
 class ManualClock:
