@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 # this share of what computing instead would cost: that is the price of giving up too early.
 _PATIENCE_FACTOR = 3.0
 _PATIENCE_SHARE = 0.25
+# The same for a peer: a busy one lends between its steps only, and the asker may have to sit out
+# two of them, the one under way and the one begun before its next request is read.
+_PEER_PATIENCE_SHARE = 0.5
 
 # Time a thread may wait for its turn on a busy machine.
 _PATIENCE_SLACK_S = 0.02
@@ -80,7 +83,8 @@ class GainDecision:
     def patience_s(self) -> float:
         """Seconds to wait for the load before computing what it has not brought."""
         longest_s = _PATIENCE_FACTOR * self.restore_p90_s
-        return max(longest_s, _PATIENCE_SHARE * self.recompute_s) + _PATIENCE_SLACK_S
+        share = _PEER_PATIENCE_SHARE if self.source else _PATIENCE_SHARE
+        return max(longest_s, share * self.recompute_s) + _PATIENCE_SLACK_S
 
     def explain(self) -> dict[str, Any]:
         """Return everything as JSON can hold it; seconds end in ``_s``."""

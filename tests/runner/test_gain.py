@@ -103,6 +103,18 @@ def test_a_load_that_saves_much_is_given_time_and_one_that_saves_little_is_not()
     assert slow.patience_s == pytest.approx(3 * slow.restore_s, rel=0.1)
 
 
+def test_a_pull_is_given_the_time_of_two_steps_of_a_busy_peer() -> None:
+    lab = Lab(1e-3, {"peer": QUICK})
+    source = PeerSource("http://a:1", 1024)
+    for _ in range(20):
+        lab.transfer("peer", 16, source.url)
+
+    pull = lab.decide(peer_runs=(Run("peer", 64),), source=source)
+
+    assert pull.source == source.url
+    assert pull.patience_s == pytest.approx(pull.recompute_s / 2, abs=0.03)
+
+
 def test_tiers_are_read_beside_one_another() -> None:
     lab = Lab(1e-3, {"cpu": Speed(2e9), "disk": Speed(1e9)})
     for _ in range(20):
