@@ -229,7 +229,7 @@ class Discovery:
 
     async def _ask(self, pool: PoolConfig, worker: WorkerConfig) -> None:
         try:
-            upstream = make_upstream(pool, worker.url, self._settings.server.limits)
+            upstream = make_upstream(pool, worker, self._settings.server.limits)
         except ConfigError:
             # It is refused as it joins, and that is said.
             self._told[worker.id, worker.url] = ()

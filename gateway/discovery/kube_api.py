@@ -73,7 +73,7 @@ class KubeApi:
             try:
                 async with asyncio.timeout(LIST_DEADLINE_S):
                     document = await self._get(query)
-                objects += document.get("items") or []
+                objects += [_checked(item) for item in document.get("items") or []]
                 meta = document["metadata"]
                 if not meta.get("continue"):
                     return objects, meta["resourceVersion"]
@@ -115,18 +115,24 @@ class KubeApi:
             self._session = None
 
     def _event(self, document: Mapping[str, Any]) -> Event:
-        event = Event(document["type"], document["object"])
-        if event.type == "ERROR":
-            if event.object.get("code") == 410:
+        what, item = document["type"], document["object"]
+        if what == "ERROR":
+            if item["code"] == 410:
                 raise Gone
-            raise KubeError(f"{self._path}: {event.object.get('message') or event.object}")
-        return event
+            raise KubeError(f"{self._path}: {item.get('message') or item}")
+        if what != "BOOKMARK":
+            _checked(item)
+        if not isinstance(item["metadata"]["resourceVersion"], str):
+            raise ValueError("expected a resourceVersion")
+        return Event(what, item)
 
     async def _get(self, query: Mapping[str, str | int]) -> dict[str, Any]:
         timeout = aiohttp.ClientTimeout(total=LIST_DEADLINE_S, sock_connect=CONNECT_S)
         async with self._request(query, timeout) as response:
             await self._check(response)
-            document: dict[str, Any] = orjson.loads(await response.read())
+            document = orjson.loads(await response.read())
+            if not isinstance(document, dict):
+                raise ValueError("expected a list of objects")
             return document
 
     def _request(
@@ -156,6 +162,19 @@ class KubeApi:
     def _failed(self, error: Exception) -> KubeError:
         detail = str(error) or type(error).__name__
         return KubeError(f"{self._access.url}{self._path}: {detail}")
+
+
+def _checked(item: Any) -> dict[str, Any]:
+    """Return an object if it has a name.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    meta = item.get("metadata") if isinstance(item, dict) else None
+    if not isinstance(meta, dict) or not isinstance(meta.get("name"), str):
+        raise ValueError("expected objects with metadata and a name")
+    checked: dict[str, Any] = item
+    return checked
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
