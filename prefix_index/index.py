@@ -252,7 +252,11 @@ class Index:
 
     def holds(self, worker: str, block: BlockHash, tier: Tier | None = None) -> bool:
         """Say whether a worker has a copy of a block in a tier, or in any, visible or not."""
-        copies = self.copies(worker, block)
+        holder = self._workers.get(worker)
+        if holder is None:
+            return False
+        view = self._view
+        copies = view.states.copies(view.blocks.state[view.blocks.find(block)], holder.bit)
         return (count(copies, tier) if tier else copies) > 0
 
     def parent(self, worker: str, block: BlockHash) -> BlockHash | None:

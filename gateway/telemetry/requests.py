@@ -127,13 +127,15 @@ class Telemetry:
 
     def observe(self, record: RequestRecord) -> None:
         """Record one finished request."""
-        now_s = self._clock()
-        self.fleet.add(record, now_s)
-        if record.worker:
-            worker = self.workers.get(record.worker)
-            if worker is None:
-                worker = self.workers[record.worker] = Observed()
-            worker.add(record, now_s)
+        worker = self.workers.get(record.worker)
+        if worker is None and record.worker:
+            worker = self.workers[record.worker] = Observed()
+        # Answers that are not streamed, of workers that report no cached tokens, show neither.
+        if record.ttft_s is not None or record.observed_hit_tokens is not None:
+            now_s = self._clock()
+            self.fleet.add(record, now_s)
+            if worker is not None:
+                worker.add(record, now_s)
         self._requests_of(record).add(record)
         self._choices.add(record)
 
