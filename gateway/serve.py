@@ -270,6 +270,7 @@ class Gateway:
             worth=self.worth.account,
             shared=self._shared_index,
             warmer=self.warmer,
+            tenancy=self.tenancy,
         )
         tokenize = Tokenize(self.dispatcher, limits, self.tenancy)
         app = make_app(

@@ -5,6 +5,7 @@ Admin needs the admin token; with no token configured it answers loopback only.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import orjson
 from aiohttp import web
 
 from gateway.admin.describe import pool_row, worker_row
+from gateway.admin.registration import Registration
 from gateway.admin.warm import WarmEndpoints
 from gateway.errors import (
     Forbidden,
@@ -27,6 +29,7 @@ from gateway.proxy.headers import request_id_from
 from gateway.proxy.responses import error_response, json_response
 from gateway.proxy.rewrite import Rewrite
 from gateway.routing.dispatch import Inbound, explain_json
+from gateway.tenancy import Tenancy
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 
 # What Prometheus' text parsers expect.
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# By these a proxy says for whom it asks: somebody else then, wherever the proxy is.
+_FORWARDED = ("x-forwarded-for", "forwarded", "x-real-ip")
 
 
 class Admin:
@@ -62,6 +67,7 @@ class Admin:
         shared: Pool name -> what the shared index says of it, as plain values, with ``workers`` by
             id; None where the index is this process's own.
         warmer: Warms workers up; without one there are no such endpoints.
+        tenancy: Knows the tenants' cache salts; None = there are none.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class Admin:
         worth: WorthAccount | None = None,
         shared: Callable[[str], dict[str, Any] | None] = lambda _pool: None,
         warmer: Warmer | None = None,
+        tenancy: Tenancy | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._fleet = fleet
@@ -88,7 +95,11 @@ class Admin:
         self._rewriters = rewriters or {}
         self._worth = worth
         self._shared = shared
-        self._warm = None if warmer is None else WarmEndpoints(warmer, limits, misses)
+        self._tenancy = tenancy or Tenancy()
+        self._warm = (
+            None if warmer is None else WarmEndpoints(warmer, limits, misses, self._tenancy)
+        )
+        self._registration = Registration(fleet, lambda: fleet.configs, limits)
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of these endpoints."""
@@ -109,6 +120,8 @@ class Admin:
             web.get("/admin/v1/index", self._guarded(self.index)),
             web.get("/metrics", self.metrics),
             web.get("/admin/v1/workers", self._guarded(self.workers)),
+            web.post("/admin/v1/workers", self._guarded(self.add)),
+            web.delete("/admin/v1/workers/{id}", self._guarded(self.remove)),
             web.post("/admin/v1/workers/{id}/drain", self._guarded(self.drain)),
             web.post("/admin/v1/workers/{id}/reset", self._guarded(self.reset)),
             web.post("/admin/v1/explain", self._guarded(self.explain)),
@@ -128,6 +141,19 @@ class Admin:
             for worker in pool.workers.values()
         ]
         return _json(request, {"workers": rows})
+
+    async def add(self, request: web.Request) -> web.Response:
+        """``POST /admin/v1/workers``: a worker joins a pool, if it may be where it is."""
+        pool_name, workers = await self._registration.add(request)
+        pool = next(pool for pool in self._fleet.pools if pool.name == pool_name)
+        rows = [self._row(pool, worker) for worker in workers]
+        return _json(request, {"workers": rows}, status=201)
+
+    async def remove(self, request: web.Request) -> web.Response:
+        """``DELETE /admin/v1/workers/{id}``: a worker leaves; its running requests go on."""
+        worker_id = request.match_info["id"]
+        self._registration.remove(worker_id)
+        return _json(request, {"removed": worker_id})
 
     async def misses(self, request: web.Request) -> web.Response:
         """``GET /admin/v1/misses``: what broke prefixes, and how many tokens that cost."""
@@ -181,14 +207,16 @@ class Admin:
         has_messages = b'"messages"' in body
         surface: Surface = "completions" if b'"prompt"' in body and not has_messages else "chat"
         document = parse_body(body, surface)
+        # Who may ask this may ask it for anybody.
+        name = request.headers.get("x-tenant-id", "")
         inbound = Inbound(
             surface,
             document,
             request.headers,
             document["model"],
-            # Who may ask this may ask it for anybody.
-            tenant=request.headers.get("x-tenant-id", ""),
+            tenant=name,
             request_id=request_id_from(request.headers.get("x-request-id")),
+            salt=self._tenancy.named(name).salting(document),
         )
         rewrite = await self._planned(inbound, body)
         decision = self._dispatcher.choose(rewrite.plan)
@@ -232,24 +260,35 @@ class Admin:
 
     def _check_access(self, request: web.Request) -> None:
         if self._token is None:
-            if not _is_loopback(request.remote):
+            if not _is_loopback(request):
                 raise Forbidden(
                     "No admin token is configured, so admin endpoints answer loopback only; "
                     "set server.access.admin_token_env."
                 )
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._token.encode()):
-            raise Unauthorized("The admin token is missing or wrong.")
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not _is_same(given.strip(), self._token):
+            raise Unauthorized("The admin token is missing or wrong.", code="invalid_admin_token")
 
 
-def _is_loopback(address: str | None) -> bool:
+def _is_same(given: str, secret: str) -> bool:
+    """Compare in a time that tells nothing of the secret, not even its length."""
+    digests = (
+        hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (given, secret)
+    )
+    return hmac.compare_digest(*digests)
+
+
+def _is_loopback(request: web.Request) -> bool:
+    """Whether a request comes from this machine itself, and not through a proxy on it."""
+    if any(name in request.headers for name in _FORWARDED):
+        return False
     try:
-        return address is not None and ipaddress.ip_address(address).is_loopback
+        return request.remote is not None and ipaddress.ip_address(request.remote).is_loopback
     except ValueError:
         return False
 
 
-def _json(request: web.Request, document: object) -> web.Response:
+def _json(request: web.Request, document: object, *, status: int = 200) -> web.Response:
     headers = [("x-request-id", request_id_from(request.headers.get("x-request-id")))]
-    return json_response(orjson.dumps(document), headers)
+    return json_response(orjson.dumps(document), headers, status=status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -12,6 +13,7 @@ from gateway.errors import InvalidRequest
 from gateway.proxy.body import parse_json, read_body
 from gateway.proxy.headers import request_id_from
 from gateway.proxy.responses import json_response
+from gateway.tenancy import Tenancy
 from gateway.warm.documents import DEFAULT_ROWS, MAX_ROWS
 from gateway.warm.items import read_order
 from gateway.warm.purge import read_purge
@@ -19,6 +21,7 @@ from gateway.warm.purge import read_purge
 if TYPE_CHECKING:
     from gateway.misses.report import MissReport
     from gateway.proxy.limits import Limits
+    from gateway.warm.items import Order
     from gateway.warm.run import Run
     from gateway.warm.warmer import Warmer
 
@@ -36,16 +39,24 @@ class WarmEndpoints:
         warmer: Does it.
         limits: Bound on bodies.
         misses: Forgets what is purged, too.
+        tenancy: Knows the cache salts under which tenants' items are warmed; None = there are none.
     """
 
-    def __init__(self, warmer: Warmer, limits: Limits, misses: MissReport | None = None) -> None:
+    def __init__(
+        self,
+        warmer: Warmer,
+        limits: Limits,
+        misses: MissReport | None = None,
+        tenancy: Tenancy | None = None,
+    ) -> None:
+        self._tenancy = tenancy or Tenancy()
         self._warmer = warmer
         self._limits = limits
         self._misses = misses
 
     async def warm(self, request: web.Request) -> web.StreamResponse:
         """``POST /admin/v1/warm``: run, and say each event as one line of JSON, at once."""
-        order = read_order(parse_json(await read_body(request, self._limits)))
+        order = self._salted(read_order(parse_json(await read_body(request, self._limits))))
         stream = _Stream(request)
         run = await self._warmer.make_run(order, stream.event)
         # Nothing may be awaited before it is started: one that never runs would never be over.
@@ -62,6 +73,14 @@ class WarmEndpoints:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
         return stream.response
+
+    def _salted(self, order: Order) -> Order:
+        """Have each item warmed under its tenant's salt, as its requests will be sent."""
+        salt_of = {item.tenant: self._tenancy.named(item.tenant).salt for item in order.items}
+        if not any(salt_of.values()):
+            return order
+        items = tuple(replace(item, salt=salt_of[item.tenant]) for item in order.items)
+        return replace(order, items=items)
 
     async def state(self, request: web.Request) -> web.Response:
         """``GET /admin/v1/warm``: the run that is under way and those before it."""

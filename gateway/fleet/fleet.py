@@ -60,6 +60,7 @@ class Fleet:
 
     Attributes:
         pools: In the configuration's order.
+        configs: Pool name -> its configuration, as it is now.
         feeds: Worker id -> its event feed, for workers that this process follows.
         watches: Worker id -> the watch of its address.
         parities: Worker id -> the standing check of its tokens.
@@ -84,7 +85,7 @@ class Fleet:
         self._clock = clock
         self._settings = settings
         self._prompts: dict[str, PoolPrompts] = {}
-        self._configs: dict[str, PoolConfig] = {}
+        self.configs: dict[str, PoolConfig] = {}
         # Address -> who tends it.
         self._tendings: dict[str, Tending] = {}
         # Worker id -> its pool and address.
@@ -186,7 +187,7 @@ class Fleet:
             settings: With the same pools.
         """
         self._settings = settings
-        self._configs = {config.name: config for config in settings.pools}
+        self.configs = {config.name: config for config in settings.pools}
 
     def observe(self, record: RequestRecord) -> None:
         """Learn from a finished request which workers owe us events."""
@@ -325,15 +326,15 @@ class Fleet:
             is_strict=config.affinity.mode == "strict",
         )
         max_blocks = self._settings.index.max_blocks
-        self._configs[pool.name] = config
+        self.configs[pool.name] = config
         self._prompts[pool.name] = PoolPrompts(pool, config, max_blocks=max_blocks)
         for item in config.workers:
             self._join(pool, item, "")
         self.pools.append(pool)
 
     def _join(self, pool: Pool, item: WorkerConfig, by: str) -> Tending:
-        config = self._configs[pool.name]
-        upstream = make_upstream(config, item.url, self._settings.server.limits)
+        config = self.configs[pool.name]
+        upstream = make_upstream(config, item, self._settings.server.limits, by=by)
         tending = self._tendings[item.id] = Tending(
             self,
             pool,

@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 # The operator's address; believed on the unix sockets only, and set anew on every other way in.
 PEER_HEADER = "x-warmlane-peer"
 # What of an operator's request matters to the endpoints.
-_PASSED_ON = ("authorization", "content-type", "x-request-id", "accept")
-_RETURNED = ("content-type", "x-request-id", "retry-after")
+_PASSED_ON = (
+    *("authorization", "content-type", "x-request-id", "accept", "x-tenant-id"),
+    # That a proxy is between: an operator on this machine needs no token, others do.
+    *("x-forwarded-for", "forwarded", "x-real-ip"),
+)
+_RETURNED = ("content-type", "x-request-id", "retry-after", "www-authenticate")
 # Answers that come line by line, for as long as the work takes.
 STREAMED = frozenset({("POST", "/admin/v1/warm")})
 # An explanation of a long unseen prompt takes a second; nothing takes longer.

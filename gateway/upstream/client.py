@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from gateway.allowed import HostRefusedError
 from gateway.errors import (
     ConnectFailed,
     FirstByteTimeout,
@@ -26,6 +27,8 @@ from gateway.upstream.response import Headers, Response, StaleConnection
 
 if TYPE_CHECKING:
     import ssl as ssl_module
+
+    from gateway.allowed import AllowedHosts
 
 __all__ = [
     "ConnectFailed",
@@ -60,6 +63,9 @@ class Upstream:
             5 s (uvicorn's default), so ours goes first.
         first_byte_s: Time from sending a request to the head of its answer.
         total_s: Time from sending a request to the end of its answer.
+        authorization: Header line, with its end, that says who the gateway is to the worker;
+            clients' own must not be sent beside it.
+        allowed: Judges each address before it is connected to; None = all are.
 
     Raises:
         ValueError: If ``url`` is not of that form.
@@ -74,6 +80,8 @@ class Upstream:
         idle_s: float = 4.0,
         first_byte_s: float = 600.0,
         total_s: float = math.inf,
+        authorization: bytes = b"",
+        allowed: AllowedHosts | None = None,
     ) -> None:
         scheme, host, port, self._prefix = _split(url)
         self.url = url
@@ -85,7 +93,8 @@ class Upstream:
         self._total_s = total_s
         bracketed = f"[{host}]" if ":" in host else host
         shown = bracketed if port == _DEFAULT_PORTS[scheme] else f"{bracketed}:{port}"
-        self._host_line = f" HTTP/1.1\r\nhost: {shown}\r\n".encode()
+        self._host_line = f" HTTP/1.1\r\nhost: {shown}\r\n".encode() + authorization
+        self._allowed = allowed
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
         self._sweeper: asyncio.TimerHandle | None = None
@@ -199,16 +208,42 @@ class Upstream:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(self, loop), self._host, self._port, ssl=self._ssl
-                )
+                connection = await self._connection(loop)
         except TimeoutError as error:
             raise ConnectFailed(
                 f"{self.url}: no connection within {self._connect_timeout_s} s"
             ) from error
-        except OSError as error:
+        except (OSError, HostRefusedError) as error:
             raise ConnectFailed(f"{self.url}: {error}") from error
         return connection
+
+    async def _connection(self, loop: asyncio.AbstractEventLoop) -> Connection:
+        """Connect to the host, or where its addresses are judged, to the first that answers."""
+
+        def make() -> Connection:
+            return Connection(self, loop)
+
+        if self._allowed is None:
+            _, connection = await loop.create_connection(
+                make, self._host, self._port, ssl=self._ssl
+            )
+            return connection
+        # What was judged is what is connected to: a second look-up could find another address.
+        failure: OSError | None = None
+        for address in await self._allowed.resolve(self._host, self._port):
+            try:
+                _, connection = await loop.create_connection(
+                    make,
+                    address,
+                    self._port,
+                    ssl=self._ssl,
+                    server_hostname=None if self._ssl is None else self._host,
+                )
+            except OSError as error:
+                failure = error
+            else:
+                return connection
+        raise failure or OSError("no address")
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Fail exchanges past their deadline and close connections idle for too long."""
