@@ -179,8 +179,12 @@ class Tenancy:
         """Whether requests need no key, since there is no tenant."""
         return not self._tenants
 
-    def tenant(self, name: str) -> Tenant:
-        """Return a tenant by name, as a trusted peer names it; one that is not configured too."""
+    def named(self, name: str) -> Tenant:
+        """Return a tenant as its own clients are it; nobody in particular if it is not there."""
+        return self._tenants.get(name) or self.trusted(name)
+
+    def trusted(self, name: str) -> Tenant:
+        """Return a tenant as a trusted peer names it, whether it is configured or not."""
         return self._trusted.get(name) or Tenant(name, may_salt=True)
 
     def identify(self, exchange: Exchange) -> Tenant:
@@ -208,7 +212,7 @@ class Tenancy:
         if self.peers and transport is not None:
             name = self.peers.tenant(raw, transport.get_extra_info("peername"))
             if name:
-                return self.tenant(name)
+                return self.trusted(name)
         if not self._tenants:
             return NOBODY
         given = headers.get("authorization")
