@@ -6,6 +6,7 @@ Errors name the file and line, the environment variable or the flag that holds t
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,9 @@ ENV_PREFIX = "WARMLANE_"
 # The bundled runner reads its own variables under this prefix.
 OTHERS_PREFIX = "WARMLANE_RUNNER__"
 Location = tuple[str | int, ...]
+# Up to the last @ before the path: passwords hold any character.
+_USERINFO = re.compile(r"://[^/?#]*@")
+_SECRET_QUERY = re.compile(r"(?i)([?&][^=&]*(?:key|token|secret|pass|auth)[^=&]*)=[^&#]*")
 
 
 class ConfigError(Exception):
@@ -82,7 +86,10 @@ def load(
 
 
 def describe(settings: Settings, layered: Layered) -> list[tuple[str, Any, str]]:
-    """Return (dotted key, value, source) of every leaf, in the order of the schema."""
+    """Return (dotted key, value, source) of every leaf, in the order of the schema.
+
+    Secrets stand in the environment, under the names that are shown; passwords in URLs do not show.
+    """
     rows: list[tuple[str, Any, str]] = []
 
     def walk(value: Any, at: Location) -> None:
@@ -93,10 +100,19 @@ def describe(settings: Settings, layered: Layered) -> list[tuple[str, Any, str]]
             for index, item in enumerate(value):
                 walk(item, (*at, index))
         else:
-            rows.append((".".join(str(part) for part in at), value, _leaf_source(layered, at)))
+            shown = redacted(value) if isinstance(value, str) else value
+            rows.append((".".join(str(part) for part in at), shown, _leaf_source(layered, at)))
 
     walk(settings.model_dump(mode="json"), ())
     return rows
+
+
+def redacted(text: str) -> str:
+    """Return a text without the user, the password and the keys that a URL may hold."""
+    if "://" not in text:
+        return text
+    shown = _USERINFO.sub("://***@", text)
+    return _SECRET_QUERY.sub(r"\1=***", shown)
 
 
 def _leaf_source(layered: Layered, at: Location) -> str:
