@@ -15,6 +15,7 @@ import pytest
 from gateway.config import Settings
 from gateway.fleet.event_health import EventHealth
 from gateway.fleet.fleet import Fleet
+from gateway.routing.cost import Candidate, CostModel, estimate_s
 from gateway.routing.dispatch import Dispatcher, Outcome, Plan
 from gateway.routing.outcome import Usage
 from gateway.routing.pool import Pool
@@ -50,8 +51,8 @@ def stored(*numbers: int, parent: int | None = None, **more: Any) -> dict[str, A
     }
 
 
-def removed(*numbers: int) -> dict[str, Any]:
-    return {"type": "BlockRemoved", "block_hashes": names(*numbers), "medium": "GPU"}
+def removed(*numbers: int, medium: str = "GPU") -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": names(*numbers), "medium": medium}
 
 
 class Shop:
@@ -377,3 +378,34 @@ async def test_r37_an_endpoint_that_is_gone_for_a_moment_keeps_its_blocks() -> N
         await poll_until(lambda: s.hits().get("w1") == 4)
         await s.publish(0, removed(4, 3))
         await s.credits(w1=2)
+
+
+@pytest.mark.parametrize("medium", ["CPU", "STORAGE", "SHARED_STORAGE"])
+@pytest.mark.parametrize("is_told_tokens", [True, False], ids=["tokens", "names alone"])
+async def test_t15_a_block_leaves_the_gpu_but_stays_on_a_lower_tier(
+    medium: str, is_told_tokens: bool
+) -> None:
+    async with shop() as s:
+        plan = await s.routes.plan(s.pool, chat("q", system=HANDBOOK), in_full=True)
+        assert plan.prompt is not None
+        held = {"token_ids": list(plan.prompt.token_ids[: 2 * BLOCK])}
+        lower = {"medium": medium} | (held if is_told_tokens else {"token_ids": []})
+        await s.publish(1, stored(1, 2, **held))
+        await s.publish(0, stored(1, 2, **held))
+        await s.publish(0, stored(1, 2, **lower))
+        await s.publish(0, removed(1, 2))
+        await s.has_read(0)
+        await s.predicts(plan, {"w1": 2 * BLOCK, "w2": 2 * BLOCK})
+
+        # The credit is there, and it is worth less than that of the device and more than none.
+        decision = s.routes.choose(plan)
+        model = CostModel(1e-3, 0.0, 0.01, 0.0, 20_000.0, 10_000.0, 5_000.0)
+        below, device = (
+            estimate_s(c, model, decision.input.now_s, 1000, c.hit_tokens, 10.0).cost
+            for c in decision.input.candidates
+        )
+        nothing = estimate_s(Candidate("w"), model, decision.input.now_s, 1000, 0, 10.0).cost
+        assert device < below < nothing
+
+        await s.publish(0, removed(1, 2, medium=medium))
+        await s.predicts(plan, {"w1": 0, "w2": 2 * BLOCK})
