@@ -93,7 +93,11 @@ class CudaStep:
 
 
 class CudaOps:
-    """See ``Ops``."""
+    """See ``Ops``.
+
+    Attributes:
+        shapes: How attention is cut into tiles; a benchmark may try others between steps.
+    """
 
     def __init__(
         self,
@@ -119,7 +123,7 @@ class CudaOps:
         self._api = api
         self._recorder = recorder
         self._group = config.num_heads // config.num_kv_heads
-        self._shapes = TileShapes.of(self._group, dtype.itemsize)
+        self.shapes = TileShapes.of(self._group, dtype.itemsize)
         self._attention = PagedAttention(config)
         self._rope = RopeWriter(config, device)
         self._ring = UploadRing(api, device)
@@ -172,11 +176,11 @@ class CudaOps:
         """Pack a step; returns the place of its integers too if a graph stands for it."""
         size = pool.graphs.size_of(batch) if pool.graphs is not None else 0
         if size and pool.graphs is not None:
-            layout = lay_out(batch, self._group, self._shapes, size, self._most_splits)
+            layout = lay_out(batch, self._group, self.shapes, size, self._most_splits)
             target = pool.graphs.buffer(size, len(layout.values))
             if target is not None and layout.num_slots <= self._parts.num_slots:
                 return layout, target
-        return lay_out(batch, self._group, self._shapes), None
+        return lay_out(batch, self._group, self.shapes), None
 
     def run(self, step: CudaStep, compute: Callable[[CudaStep], torch.Tensor]) -> torch.Tensor:
         """See ``Ops``."""
