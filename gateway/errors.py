@@ -15,11 +15,12 @@ What a client gets, always as OpenAI's body and with ``x-request-id``::
     |   +-- ExpectationFailed    417
     |   +-- RateLimited          429 rate_limit_error, retry-after
     |   +-- HeadTooLarge         431
-    +-- WorkerFailed             502 api_error
     +-- PoolUnavailable          503 overloaded_error, retry-after
     |   +-- PoolOverloaded       429 overloaded_error, retry-after
     |   +-- ShuttingDown         503 overloaded_error, retry-after
     +-- WorkerTimeout            504 timeout_error
+    |   +-- DeadlineExceeded     504 timeout_error, x-should-retry: false
+    +-- WorkerFailed             502 api_error
 
 What ``gateway/upstream/client.py`` raises towards the proxy, never shown to a client as such::
 
@@ -55,6 +56,7 @@ class GatewayError(Exception):
     type: ClassVar[str] = "api_error"
     default_code: ClassVar[str | None] = None
     default_retry_after_s: ClassVar[float | None] = None
+    default_should_retry: ClassVar[bool | None] = None
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class GatewayError(Exception):
         self.param = param
         self.code = code or self.default_code
         self.retry_after_s = retry_after_s or self.default_retry_after_s
-        self.should_retry = should_retry
+        self.should_retry = self.default_should_retry if should_retry is None else should_retry
 
     def openai_body(self) -> bytes:
         """Return the JSON document ``{"error": {message, type, param, code}}``."""
@@ -214,6 +216,14 @@ class WorkerTimeout(GatewayError):
 
     status = 504
     type = "timeout_error"
+
+
+class DeadlineExceeded(WorkerTimeout):
+    """The request's time was over: its client's own, or that of any request."""
+
+    default_code = "deadline_exceeded"
+    # Who has no time left decides alone whether to begin anew.
+    default_should_retry = False
 
 
 _BY_STATUS: dict[int, type[GatewayError]] = {

@@ -10,7 +10,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from gateway.errors import GatewayError, ShuttingDown, UpstreamError, WorkerFailed
+from gateway.errors import (
+    DeadlineExceeded,
+    GatewayError,
+    ShuttingDown,
+    TotalTimeout,
+    UpstreamError,
+    WorkerFailed,
+)
 from gateway.protocols.errors import error_event
 from gateway.protocols.events import parsed
 from gateway.proxy.encoding import Inflater
@@ -117,7 +124,9 @@ class Delivery:
                 self._inflater.end()
             said = data if translation is None else translation.body(answer.status, data)
         except UpstreamError as error:
-            self._ticket.finish(Outcome.TRUNCATED)
+            self._ticket.finish(_cut(error))
+            if isinstance(error, TotalTimeout):
+                raise DeadlineExceeded(f"The answer was not complete in time: {error}.") from error
             raise WorkerFailed(
                 f"Worker {self._ticket.worker.id} broke off in its answer: {error}.",
                 code="answer_cut_off",
@@ -142,8 +151,8 @@ class Delivery:
         write(begin)
         try:
             await answer.pump(write, self._drain)
-        except UpstreamError:
-            self._ticket.finish(Outcome.TRUNCATED)
+        except UpstreamError as error:
+            self._ticket.finish(_cut(error))
             self._exchange.abort()
         else:
             self._exchange.end()
@@ -209,8 +218,10 @@ class Delivery:
         elif end.is_complete:
             outcome = Outcome.OK
         else:
-            outcome = Outcome.TRUNCATED
+            outcome = _cut(self._failure)
         self._finish(outcome, end.usage)
+        if outcome is Outcome.DEADLINE:
+            return DeadlineExceeded(f"The stream did not end in time: {self._failure}.")
         if outcome is not Outcome.TRUNCATED:
             return None
         reason = self._failure or "the stream ended without a finish reason"
@@ -304,3 +315,8 @@ def _outcome(status: int) -> Outcome:
     if status < 400:
         return Outcome.OK
     return Outcome.REJECTED if status < 500 else Outcome.UPSTREAM_ERROR
+
+
+def _cut(failure: UpstreamError | None) -> Outcome:
+    """Return how an answer ended that was not complete."""
+    return Outcome.DEADLINE if isinstance(failure, TotalTimeout) else Outcome.TRUNCATED

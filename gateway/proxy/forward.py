@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gateway.errors import ModelNotFound
+from gateway.proxy.deadline import deadline_of
 from gateway.proxy.headers import to_worker
 from gateway.proxy.retry import RetryBudget
 from gateway.proxy.sending import Form, Sending
@@ -82,6 +83,7 @@ class Proxy:
         Raises:
             GatewayError: If no answer of a worker can be given to the client.
         """
+        inbound.deadline_s = deadline_of(exchange.headers, started_s, self.clock())
         target = self.dispatcher.target(inbound)
         if target is None:
             raise ModelNotFound(

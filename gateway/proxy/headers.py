@@ -17,10 +17,12 @@ _HOP_BY_HOP = frozenset(
     b" transfer-encoding upgrade".split()
 )
 # Set anew towards the worker; or answered here (expect); or a switch of the gateway's own; or the
-# gateway's own choice (a worker's rank, where it fetches KV from), or not to be believed (tenant).
+# gateway's own choice (a worker's rank, where it fetches KV from), or not to be believed (tenant),
+# or told anew as it shrinks (what is left of the client's time).
 _NOT_FORWARDED = _HOP_BY_HOP | frozenset(
     b"host content-length expect accept-encoding content-encoding x-request-id"
-    b" x-warmlane-explain x-data-parallel-rank x-kv-cache-source-host-port x-tenant-id".split()
+    b" x-warmlane-explain x-data-parallel-rank x-kv-cache-source-host-port x-tenant-id"
+    b" x-request-timeout".split()
 )
 # By which clients prove who they are, to the gateway where it asks them, else to the engine.
 _KEYS = frozenset((b"authorization", b"x-api-key", b"api-key"))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.errors import (
     ConnectFailed,
+    DeadlineExceeded,
     FirstByteTimeout,
     PoolOverloaded,
     PoolUnavailable,
@@ -19,8 +20,10 @@ from gateway.errors import (
     WorkerFailed,
     WorkerTimeout,
 )
+from gateway.proxy.deadline import line_of, within
 from gateway.proxy.delivery import Delivery
 from gateway.proxy.outbound import outbound
+from gateway.proxy.retry import retry_after_s
 from gateway.proxy.ways import Sent
 from gateway.routing.dispatch import GateFull, GateTimeout, Outcome
 
@@ -30,6 +33,10 @@ if TYPE_CHECKING:
     from gateway.proxy.ways import Way
     from gateway.routing.dispatch import Decision, Inbound, Plan, Ticket
     from gateway.telemetry.record import RequestRecord
+    from gateway.upstream.client import Response
+
+# Answers by which a worker says that it has no room.
+_REFUSALS = (429, 503)
 
 
 class Form(NamedTuple):
@@ -144,6 +151,7 @@ class Sending:
 
         Raises:
             PoolUnavailable: If too many wait, or none got free in time.
+            DeadlineExceeded: If the client's own time was over before that.
         """
         plan = self._plan
         try:
@@ -157,6 +165,12 @@ class Sending:
                 message, code="queue_full", retry_after_s=full.retry_after_s
             ) from full
         except GateTimeout as late:
+            if late.waited_s < plan.pool.deadline_s:
+                self._record.outcome = Outcome.DEADLINE.value
+                raise DeadlineExceeded(
+                    f"No worker of pool {plan.pool.name!r} became free in the time that the client "
+                    "gave this request."
+                ) from late
             message = (
                 f"No worker of pool {plan.pool.name!r} became free within {late.waited_s:g} s."
             )
@@ -190,18 +204,24 @@ class Sending:
         upstream, limits = ticket.worker.upstream, self._proxy.limits
         if upstream is None:
             raise LookupError(f"worker {ticket.worker.id} has no connections")
-        said = (self._plan, ticket, self._headers, self._body, self._proxy.offload_put)
+        left_s, headers = self._left_s(ticket), self._headers
+        if left_s is not None:
+            headers += line_of(left_s)
+        said = (self._plan, ticket, headers, self._body, self._proxy.offload_put)
         out = outbound(*said) if self._way is None else await self._way.say(Sent(*said))
         self._record.offload_tokens = out.offload_tokens
+        asked = upstream.request(
+            "POST",
+            out.path or self._exchange.path,
+            out.headers,
+            out.body,
+            first_byte_s=limits.first_byte_s,
+            total_s=limits.request_s if left_s is None else min(left_s, limits.request_s),
+        )
         try:
-            answer = await upstream.request(
-                "POST",
-                out.path or self._exchange.path,
-                out.headers,
-                out.body,
-                first_byte_s=limits.first_byte_s,
-                total_s=limits.request_s,
-            )
+            answer = await (asked if left_s is None else within(left_s, asked))
+        except TimeoutError as error:
+            raise self._late(ticket) from error
         except (ConnectFailed, ResetBeforeFirstByte) as error:
             is_connect = isinstance(error, ConnectFailed)
             ticket.finish(Outcome.CONNECT_FAILED if is_connect else Outcome.UPSTREAM_RESET)
@@ -220,9 +240,10 @@ class Sending:
                 f"Worker {ticket.worker.id} sent no valid answer: {error}.", code="bad_answer"
             ) from error
         try:
-            if answer.status == 503 and (other := await self._other(ticket)) is not None:
-                ticket.finish(Outcome.UPSTREAM_ERROR)
-                return other
+            if answer.status in _REFUSALS:
+                other = await self._refused(ticket, answer)
+                if other is not None:
+                    return other
             await Delivery(
                 self._exchange,
                 answer,
@@ -235,6 +256,46 @@ class Sending:
             return None
         finally:
             answer.close()
+
+    def _left_s(self, ticket: Ticket) -> float | None:
+        """Return what is left of the client's time; None if it does not say.
+
+        Raises:
+            DeadlineExceeded: If nothing is.
+        """
+        if self._inbound.deadline_s is None:
+            return None
+        left_s = self._inbound.deadline_s - self._proxy.clock()
+        if left_s <= 0.0:
+            raise self._late(ticket)
+        return left_s
+
+    def _late(self, ticket: Ticket) -> DeadlineExceeded:
+        ticket.finish(Outcome.DEADLINE)
+        return DeadlineExceeded(
+            f"Worker {ticket.worker.id} did not begin to answer in the time that the client gave "
+            "this request."
+        )
+
+    async def _refused(self, ticket: Ticket, answer: Response) -> Decision | None:
+        """Do as a worker says that has no room; the decision for another attempt, if there is one.
+
+        Without one its client gets what it said, as it said it.
+        """
+        wait_s = retry_after_s(answer.headers)
+        is_unavailable = answer.status == 503
+        if wait_s is not None:
+            health, now_s = ticket.worker.health, self._proxy.clock()
+            if is_unavailable:
+                health.asked_to_wait(now_s, wait_s)
+            else:
+                health.asked_for_less(now_s, wait_s)
+        elif not is_unavailable:
+            return None
+        other = await self._other(ticket, is_overload=wait_s is not None)
+        if other is not None:
+            ticket.finish(Outcome.UPSTREAM_ERROR if is_unavailable else Outcome.REJECTED)
+        return other
 
     async def _again(self, ticket: Ticket, error: UpstreamError) -> Decision:
         """Choose where to try again after a failure before the first byte.
@@ -251,8 +312,11 @@ class Sending:
             should_retry=False if self._is_spent else None,
         ) from error
 
-    async def _other(self, ticket: Ticket) -> Decision | None:
-        """Choose another worker if there is one and a retry is left for it."""
+    async def _other(self, ticket: Ticket, *, is_overload: bool = False) -> Decision | None:
+        """Choose another worker if there is one and a retry is left for it.
+
+        Overload is not handed on to those that are ill or asked for time themselves.
+        """
         self._failed.append(ticket.worker.id)
         if self._record.attempts >= self._max_attempts:
             self._is_spent = True
@@ -260,10 +324,11 @@ class Sending:
         decision = self._proxy.dispatcher.choose(self._plan, self._failed)
         if _is_last_resort(decision) and self._plan.pool.fallback is not None:
             decision = await self._fall_back(decision)
-        if decision.worker is None:
+        if decision.worker is None or (is_overload and _is_last_resort(decision)):
             return None
         if not self._budget.take():
             self._is_spent = True
+            self._plan.pool.num_retries_refused += 1
             return None
         return decision
 

@@ -152,6 +152,7 @@ class Pool:
         max_queue: Requests that may wait for a worker in the gateway.
         deadline_s: How long one may wait.
         retry: Its own retries; None = the process's.
+        num_retries_refused: Failed attempts that were not tried again since too many were before.
     """
 
     def __init__(
@@ -185,6 +186,7 @@ class Pool:
         self.max_queue = 1000
         self.deadline_s = 30.0
         self.retry: Retry | None = None
+        self.num_retries_refused = 0
         self.workers: dict[str, Worker] = {}
         self.ring = Ring()
         self.pending = Pending()

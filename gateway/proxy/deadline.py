@@ -1,0 +1,69 @@
+"""How long a client is willing to wait: ``x-request-timeout``, in seconds.
+
+It counts from the request's head and covers everything: its body, the wait for a worker, the
+worker's first byte, the whole answer. Workers are told what is left of it. What SDKs say about
+their own timeouts (``x-stainless-timeout``) is information of theirs and no wish; it passes as it
+came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING, TypeVar
+
+from gateway.errors import DeadlineExceeded, InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Mapping
+
+_T = TypeVar("_T")
+
+HEADER = "x-request-timeout"
+# What ``float`` takes besides (``inf``, ``1_0``, blanks) is no number of seconds.
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+
+
+def deadline_of(headers: Mapping[str, str], started_s: float, now_s: float) -> float | None:
+    """Return when a request's time is over (monotonic); None if its client does not say.
+
+    Args:
+        headers: The client's, names in lower case.
+        started_s: When the request came.
+        now_s: What time it is.
+
+    Raises:
+        InvalidRequest: If what is said is no positive number of seconds.
+        DeadlineExceeded: If it is over already.
+    """
+    given = headers.get(HEADER)
+    if given is None:
+        return None
+    timeout_s = float(given) if _SECONDS.fullmatch(given) else 0.0
+    if timeout_s <= 0.0:
+        raise InvalidRequest(
+            f"{HEADER} must be a positive number of seconds such as 30 or 2.5, got {given[:40]!r}.",
+            param=HEADER,
+            code="invalid_timeout",
+        )
+    if started_s + timeout_s <= now_s:
+        raise DeadlineExceeded(
+            f"The {timeout_s:g} s that the client gave this request were over before its body was "
+            "there."
+        )
+    return started_s + timeout_s
+
+
+def line_of(left_s: float) -> bytes:
+    """Return the header line that tells a worker what is left, in whole milliseconds."""
+    return b"x-request-timeout: %.3f\r\n" % max(left_s, 0.001)
+
+
+async def within(left_s: float, result: Awaitable[_T]) -> _T:
+    """Wait for ``result`` for so long.
+
+    Raises:
+        TimeoutError: If it takes longer; it is cancelled then.
+    """
+    async with asyncio.timeout(left_s):
+        return await result
