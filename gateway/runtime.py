@@ -16,12 +16,18 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 
+# How long a thread that tokenizes or compares may keep the interpreter while the event loop waits
+# for it: five milliseconds, Python's own choice, would be added to requests several times.
+SWITCH_S = 0.001
+
+
 def run_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run ``coroutine`` on a fresh event loop.
 
     Raises:
         ConnectionError: If an address cannot be listened on.
     """
+    sys.setswitchinterval(SWITCH_S)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(coroutine)

@@ -150,6 +150,11 @@ class Draft:
         return self._known[-1].num_tokens
 
     @property
+    def key(self) -> bytes:
+        """Identity of the whole prompt while some of it is unknown; drafts with it are equal."""
+        return self._chain_keys[-1]
+
+    @property
     def unknown_chars(self) -> int:
         """Characters that ``complete`` has to tokenize."""
         return sum(map(len, self._texts))

@@ -39,7 +39,7 @@ MAX_QUEUE = 256
 # takes 1 to 50 ms by the prompt's length: one percent still compares a prompt a second, which finds
 # whatever is common within minutes, and no burst of new prompts takes a second core.
 COMPARED_SHARE = 0.01
-BURST_S = 2.0
+BURST_S = 0.5
 # Conversations whose newest turn takes the place of the one before: 50 us each, so one percent of a
 # core. Beyond it the older turn stays, and the next one is found by it as well.
 UPDATES_PER_S = 200.0

@@ -60,6 +60,8 @@ class Reading:
         self._clock = clock
         self._threads = TokenThreads()
         self.backlog_chars = 0
+        # Requests whose prompt is being tokenized, by what tokenizes it and its last key.
+        self._behind: dict[tuple[PromptReader, bytes], list[Plan]] = {}
 
     def read_known(self, pool: Pool, inbound: Inbound) -> Plan | None:
         """Return the plan of a body whose prompt was read before; None if it was not."""
@@ -121,13 +123,20 @@ class Reading:
         plan.num_tokens = begins.num_tokens + new_tokens
         plan.hashes = begins.hashes[: usable_blocks(plan.num_tokens, pool.block_size)]
         plan.text_chain = begins.chain
-        if self.backlog_chars > MAX_BACKLOG_CHARS and not in_full:
+        key = (reader, draft.key)
+        siblings = self._behind.get(key)
+        if siblings is not None:
+            # The same prompt is on its way already: to tokenize it once is enough for all.
+            siblings.append(plan)
+        elif self.backlog_chars > MAX_BACKLOG_CHARS and not in_full:
             pool.unread_prompts["Backlog"] += 1
             return
-        self.backlog_chars += unknown_chars
+        else:
+            self._behind[key] = [plan]
+            self.backlog_chars += unknown_chars
+            tell = partial(self._arrived, key, draft.known_tokens, unknown_chars)
+            self._threads.start(Job(draft, asyncio.get_running_loop(), tell))
         plan.is_behind = True
-        tell = partial(self._arrived, plan, reader, draft.known_tokens, unknown_chars)
-        self._threads.start(Job(draft, asyncio.get_running_loop(), tell))
         if in_full:
             await _settled(plan)
         elif 2 * begins.num_tokens < plan.num_tokens and pool.may_hold_unread_text(self._clock()):
@@ -137,24 +146,27 @@ class Reading:
 
     def _arrived(
         self,
-        plan: Plan,
-        reader: PromptReader,
+        key: tuple[PromptReader, bytes],
         known_tokens: int,
         unknown_chars: int,
         prompt: Prompt | None,
         error: Exception | None,
     ) -> None:
+        """Give a prompt's tokens to all requests that have it."""
         self.backlog_chars -= unknown_chars
-        pool = plan.pool
+        plans, reader = self._behind.pop(key), key[0]
+        pool = plans[0].pool
         if prompt is None:
             reason = type(error).__name__
-            pool.unread_prompts[reason] += 1
-            plan.settle(None, reason)
+            for plan in plans:
+                pool.unread_prompts[reason] += 1
+                plan.settle(None, reason)
             return
         new_tokens = max(1, prompt.num_tokens - known_tokens)
         pool.chars_per_token += RATIO_ALPHA * (unknown_chars / new_tokens - pool.chars_per_token)
-        _remember(plan, reader, prompt)
-        plan.settle(prompt)
+        for plan in plans:
+            _remember(plan, reader, prompt)
+            plan.settle(prompt)
 
 
 async def _settled(plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import orjson
@@ -88,3 +89,26 @@ async def test_a_known_body_has_the_prompt_that_reading_it_again_would_give(temp
         assert plans[-1].prompt.token_ids == fresh.prompt.token_ids
         assert plans[-1].hashes == fresh.hashes
     assert (plans[0].prompt is plans[1].prompt) == (template == TEMPLATE)
+
+
+async def test_a_prompt_that_many_ask_for_at_once_is_tokenized_once() -> None:
+    tokenizer = byte_tokenizer()
+    chat = ChatTemplate(TEMPLATE, special_tokens=tokenizer.special_tokens)
+    reader = PromptReader(tokenizer, chat, model="m", block_size=4)
+    pool = Pool("p", models=["m"], reader=reader, index=Index(4), workers=[Worker("w0", "u")])
+    routes = Dispatcher([pool], seed=1)
+    learn, texts = reader.learn, list[str]()
+
+    def counting(before: Any, new: Any, chain_keys: Any, text_keys: Any) -> Any:
+        texts.extend(new)
+        return learn(before, new, chain_keys, text_keys)
+
+    reader.learn = counting  # type: ignore[method-assign]
+    body = document("A sentence that nobody has sent yet. " * 400)
+    waiting = [routes.plan(pool, Inbound("chat", body, {}, "m"), in_full=True) for _ in range(9)]
+    plans = await asyncio.gather(*waiting)
+
+    assert len(texts) == len(set(texts))
+    assert all(plan.prompt is plans[0].prompt for plan in plans)
+    assert routes._reading.backlog_chars == 0
+    assert not routes._reading._behind
