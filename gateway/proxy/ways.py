@@ -179,11 +179,9 @@ class MessagesWay:
         chat = None
         if self._chat is not None:
             chat = outbound(plan, sent.ticket, sent.headers, sent.body, sent.offload_put)
-        must_say = plan.inbound.salt or sent.body is not self._chat
-        must_say = must_say or (chat is not None and chat.offload_tokens is not None)
-        engine, headers = plan.pool.engine, sent.headers
-        if not (must_say and chat) and await self._speech.speaks(
-            worker, engine, MESSAGES_PATH, headers
+        headers = sent.headers
+        if not self._must_translate(sent, chat) and await self._speech.speaks(
+            worker, plan.pool.engine, MESSAGES_PATH, headers
         ):
             body = named_and_salted(plan, self._body, self._document)
             hearing = Hearing("messages", is_ours=False)
@@ -191,6 +189,13 @@ class MessagesWay:
         if chat is None:
             raise self._refusal or InvalidRequest("The request cannot be translated.")
         return chat._replace(path=CHAT_PATH, hearing=Hearing(translation=_ToMessages(plan, self)))
+
+    def _must_translate(self, sent: Sent, chat: Outbound | None) -> bool:
+        """Whether something is to be said that engines know only of a chat."""
+        if sent.plan.inbound.salt:
+            return True
+        is_rewritten = sent.body is not self._chat
+        return chat is not None and (is_rewritten or chat.offload_tokens is not None)
 
     @property
     def stop_sequences(self) -> tuple[str, ...]:
