@@ -93,7 +93,7 @@ class ServerConfig(Section):
     drain_s: Seconds = 30
     # More inference paths that are passed on to a worker of the model's pool; /* = all below.
     pass_through: tuple[str, ...] = ()
-    front: Literal["aiohttp", "raw"] = "aiohttp"
+    front: Literal["aiohttp", "raw"] = "raw"
     access: AccessConfig = AccessConfig()
     tls: TlsConfig = TlsConfig()
     limits: LimitsConfig = LimitsConfig()

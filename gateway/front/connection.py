@@ -1,9 +1,10 @@
 """One connection of a client, served by the gateway's own front.
 
-It reads heads, and serves itself the requests whose first line is one of ``HOT_LINES``: one at a
-time, in order, each in a task. The first request of any other kind hands the connection over to the
-reference front (aiohttp), with the bytes read so far, for good: whatever is odd, rare or broken is
-answered there. Bytes behind a request wait, unread beyond ``MAX_HELD_BYTES``, until it is answered.
+It reads heads, and serves itself the requests whose first line is one of the front's: POSTs to the
+paths of inference, one at a time, in order. The first request of any other kind hands the
+connection over to the reference front (aiohttp), with the bytes read so far, for good: whatever is
+odd, rare or broken is answered there. Bytes behind a request wait, unread beyond
+``MAX_HELD_BYTES``, until it is answered.
 """
 
 from __future__ import annotations
@@ -24,12 +25,6 @@ if TYPE_CHECKING:
     from gateway.front.exchange import FrontLimits
     from gateway.front.raw import RawFront
 
-_HOT_PATHS = {
-    f"POST {path} HTTP/1.{minor}\r\n".encode(): (path, minor == 1)
-    for path in ("/v1/chat/completions", "/v1/completions")
-    for minor in (1, 0)
-}
-HOT_LINES = tuple(_HOT_PATHS)
 # More digits than any length has; within them, a number is read exactly.
 _MAX_DIGITS = 15
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,%d})\r\n" % _MAX_DIGITS)
@@ -157,7 +152,7 @@ class RawConnection(asyncio.Protocol):
         if end < 4:
             self._take_part(data)
             return
-        hot = _HOT_PATHS.get(data[: data.find(b"\r\n") + 2])
+        hot = self._front.hot_lines.get(data[: data.find(b"\r\n") + 2])
         if hot is None:
             self._hand_over(data)
             return
@@ -216,7 +211,7 @@ class RawConnection(asyncio.Protocol):
             if not self._held:
                 self.deadline_s = self.loop.time() + limits.head_s
             self._held = data
-        elif not data.startswith(HOT_LINES):
+        elif not data.startswith(tuple(self._front.hot_lines)):
             self._hand_over(data)
         elif is_broken:
             self._refuse(InvalidRequest("The request is not valid HTTP: a line has no CRLF."))

@@ -8,7 +8,7 @@ from gateway.front.connection import RawConnection
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from gateway.front.exchange import FrontLimits, Handler
 
@@ -23,19 +23,29 @@ class RawFront:
     Args:
         handler: Serves one exchange; whatever goes wrong becomes its answer.
         reference: Makes the protocol that takes over every other kind of connection.
+        paths: Those to which this front serves POSTs itself.
         limits: On what clients send.
         loop: The event loop.
+
+    Attributes:
+        hot_lines: First lines of the requests it serves -> their path, whether they are HTTP/1.1.
     """
 
     def __init__(
         self,
         handler: Handler,
         reference: Callable[[], asyncio.Protocol],
+        paths: Iterable[str],
         limits: FrontLimits,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.handler = handler
         self.reference = reference
+        self.hot_lines = {
+            f"POST {path} HTTP/1.{minor}\r\n".encode(): (path, minor == 1)
+            for path in paths
+            for minor in (1, 0)
+        }
         self.limits = limits
         self._loop = loop
         self._open: set[RawConnection] = set()

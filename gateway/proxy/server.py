@@ -103,7 +103,7 @@ async def serve(
     drain_s: float,
     ready: Callable[[int], None],
     ssl: ssl_module.SSLContext | None = None,
-    front: Front = "aiohttp",
+    front: Front = "raw",
     reuse_port: bool = False,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once.
@@ -173,7 +173,7 @@ class Listener:
         port: int,
         *,
         ssl: ssl_module.SSLContext | None = None,
-        front: Front = "aiohttp",
+        front: Front = "raw",
         reuse_port: bool = False,
     ) -> Listener:
         """Start the application and listen.
@@ -187,7 +187,7 @@ class Listener:
         loop = asyncio.get_running_loop()
         limits = app[LIMITS]
         reference = functools.partial(_reference, runner, limits, loop)
-        raw = RawFront(app[API].serve, reference, limits, loop)
+        raw = RawFront(app[API].serve, reference, app[API].paths, limits, loop)
         connection = reference if front == "aiohttp" else raw.connection
         try:
             server = await loop.create_server(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CHAT = "/v1/chat/completions"
 # The front of the gateways that a test starts.
-default_front: Front = "aiohttp"
+default_front: Front = "raw"
 
 
 @dataclass

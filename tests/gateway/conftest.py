@@ -43,6 +43,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True)
 def front(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Name the front of the gateways that this test starts, and make them have it."""
-    chosen = str(getattr(request, "param", "aiohttp"))
+    chosen = str(getattr(request, "param", "raw"))
     monkeypatch.setattr("tests.fakes.gateway.default_front", chosen)
     return chosen
