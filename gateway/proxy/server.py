@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import structlog
 from aiohttp import web
 
-from gateway.errors import BodyTimeout, GatewayError, error_for_status
+from gateway.errors import BodyTimeout, ExpectationFailed, GatewayError, error_for_status
 from gateway.front.exchange import refusal
 from gateway.front.raw import RawFront
 from gateway.protocols.surfaces import Surfaces
@@ -186,7 +186,7 @@ class Listener:
         await runner.setup()
         loop = asyncio.get_running_loop()
         limits = app[LIMITS]
-        reference = functools.partial(_reference, runner, limits, loop)
+        reference = functools.partial(reference_connection, runner, limits, loop)
         raw = RawFront(app[API].serve, reference, app[API].paths, limits, loop)
         connection = reference if front == "aiohttp" else raw.connection
         try:
@@ -226,7 +226,7 @@ class Listener:
         await self._runner.cleanup()
 
 
-def _reference(
+def reference_connection(
     runner: web.AppRunner, limits: Limits, loop: asyncio.AbstractEventLoop
 ) -> ClientConnection:
     """Make a connection that aiohttp serves."""
@@ -299,6 +299,9 @@ class ClientConnection(web.RequestHandler):
         """Answer an exception that no handler caught; also aiohttp's own, for broken requests."""
         if isinstance(exc, ConnectionError) or request.writer.output_size > 0:
             raise ConnectionResetError("nothing can be answered any more") from exc
+        if isinstance(exc, UnicodeEncodeError) and "expect" in request.headers:
+            # aiohttp quotes an expectation unknown to it in its error, which cannot hold all bytes.
+            status = ExpectationFailed.status
         if isinstance(exc, GatewayError):
             return error_response(exc, _request_id(request), request.path)
         if status >= 500:

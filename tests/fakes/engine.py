@@ -253,7 +253,7 @@ def openai_engine(*, words: int = 3, cached: int | None = None, **options: Any) 
             return answer(b'{"object":"list","data":[]}')
         body = seen.json()
         is_chat = seen.target.endswith("/chat/completions")
-        common = {"id": "x", "created": 1, "model": body["model"]}
+        common = {"id": "x", "created": 1, "model": body.get("model")}
         kind = "chat.completion" if is_chat else "text_completion"
         counts = usage(7, words, cached)
         if not body.get("stream"):

@@ -134,6 +134,9 @@ async def test_other_paths_and_methods_are_errors_in_shape_and_never_proxied(
         pytest.param(wire(BODY, "transfer-encoding: chunked, gzip"), 400, id="odd coding"),
         pytest.param(wire(b"zz\r\n", "transfer-encoding: chunked"), 400, id="chunk size"),
         pytest.param(wire(BODY, "expect: something"), 417, id="unknown expectation"),
+        pytest.param(
+            b"POST /x HTTP/1.1\r\nhost: gw\r\nexpect: \xa3\r\n\r\n", 417, id="odd expectation"
+        ),
     ],
 )
 async def test_broken_requests_are_refused_in_shape(data: bytes, status: int) -> None:
