@@ -67,11 +67,10 @@ def serve(
     elif worker or model or tokenizer or engine:
         raise typer.BadParameter("--worker, --model, --tokenizer and --engine go without --config")
     with _config_errors():
-        from gateway.serve import serve_forever
-        from gateway.settings import load
+        from gateway.launch import serve_forever
+        from gateway.reload.reloader import ConfigFile
 
-        settings, _ = load(config, flags=flags)
-        code = serve_forever(settings)
+        code = serve_forever(ConfigFile(config, flags))
     raise typer.Exit(code)
 
 

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from gateway.config import Settings
 from gateway.proxy.server import API
-from gateway.supervisor.child import WINDOWS_PATH
+from gateway.settings import ConfigError
+from gateway.supervisor.child import SETTINGS_PATH, WINDOWS_PATH
 from gateway.supervisor.peers import Peer, as_from_peer, relay_routes
 from gateway.supervisor.windows import pack
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from gateway.admin import Admin
     from gateway.config import ServerConfig
     from gateway.supervisor.child import Role
@@ -31,15 +35,22 @@ class Operators:
         role: What the supervisor told this process; None = it is the only one.
         admin: The endpoints.
         telemetry: For the supervisor.
+        reload: Takes over the configuration that the supervisor hands on.
     """
 
     def __init__(
-        self, server: ServerConfig, role: Role | None, admin: Admin, telemetry: Telemetry
+        self,
+        server: ServerConfig,
+        role: Role | None,
+        admin: Admin,
+        telemetry: Telemetry,
+        reload: Callable[[Settings], Awaitable[None]],
     ) -> None:
         self._server = server
         self._role = role
         self._routes = admin.routes()
         self._telemetry = telemetry
+        self._reload = reload
         self._supervisor: Peer | None = None
         self._runner: web.AppRunner | None = None
 
@@ -47,6 +58,7 @@ class Operators:
         """Give the client port's application what operators find there; call it once."""
         if self._role is not None:
             self._routes.append(web.get(WINDOWS_PATH, self._windows))
+            self._routes.append(web.post(SETTINGS_PATH, self._settings))
             if self._role.supervisor is not None:
                 self._supervisor = Peer(self._role.supervisor)
                 app.add_routes(relay_routes(self._supervisor))
@@ -93,3 +105,10 @@ class Operators:
 
     async def _windows(self, _request: web.Request) -> web.Response:
         return web.Response(body=pack(self._telemetry), content_type="application/json")
+
+    async def _settings(self, request: web.Request) -> web.Response:
+        try:
+            await self._reload(Settings.model_validate_json(await request.read()))
+        except (ConfigError, ValueError) as error:
+            return web.json_response({"error": {"message": str(error)}}, status=422)
+        return web.json_response({})

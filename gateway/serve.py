@@ -1,26 +1,21 @@
-"""Build the gateway from its settings and run it: the order of starting and stopping is here.
+"""Build a process of the gateway from its settings: the order of starting and stopping is here.
 
-One process is a ``Gateway``. Several are children of ``gateway/supervisor/``, each of which runs
-this module with a ``Role`` on its standard input.
+Who starts it stands in ``gateway/launch.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
-import signal
 import sys
 import time
 from math import isinf
 from typing import TYPE_CHECKING
 
-import msgspec
 import structlog
 
 from gateway.admin import Admin
-from gateway.config import Settings
 from gateway.discovery.discovery import Discovery
 from gateway.discovery.metrics import DiscoveryCollector
 from gateway.fleet.fleet import Fleet
@@ -43,13 +38,10 @@ from gateway.proxy.server import API, LIFECYCLE, make_app, serve
 from gateway.replicas.load import LoadExchange
 from gateway.replicas.metrics import LoadCollector
 from gateway.routing import segments
-from gateway.routing.configured import make_dispatcher
+from gateway.routing.configured import make_dispatcher, reconfigure
 from gateway.routing.decision_line import DecisionLogger
 from gateway.routing.metrics import DispatchCollector
-from gateway.runtime import configure_logs, run_loop
 from gateway.settings import ConfigError
-from gateway.supervisor.child import Role
-from gateway.supervisor.supervisor import Supervisor
 from gateway.telemetry.log_metrics import DecisionLogCollector
 from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.requests import Telemetry
@@ -71,8 +63,10 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
+    from gateway.config import Settings
     from gateway.routing.dispatch import Plan, Ticket
     from gateway.routing.pool import Worker
+    from gateway.supervisor.child import Role
     from gateway.telemetry.record import RequestRecord
     from prefix_index.replica.link import Link
 
@@ -108,6 +102,7 @@ class Gateway:
         if errors:
             raise ConfigError("\n".join(errors))
         self.settings = settings
+        self.limits = make_limits(settings)
         self._role = role
         self.tenancy = Tenancy(settings)
         self.fleet = Fleet(settings)
@@ -172,6 +167,32 @@ class Gateway:
             )
         finally:
             await self.close()
+
+    async def reload(self, settings: Settings) -> None:
+        """Take over another configuration, all of it or nothing; no request notices.
+
+        Args:
+            settings: Validated, and with the values of now where they cannot change.
+
+        Raises:
+            ConfigError: If something configured cannot be used.
+        """
+        before = self.settings
+        try:
+            self._use(settings)
+        except BaseException:
+            self._use(before)
+            raise
+
+    def _use(self, settings: Settings) -> None:
+        # First, who may refuse.
+        self.tenancy.reload(settings)
+        self.fleet.reconfigure(settings)
+        self.discovery.reload(settings)
+        reconfigure(self.dispatcher, settings)
+        self.worth.reconfigure(settings)
+        self.limits.change(make_limits(settings))
+        self.settings = settings
 
     async def start(self) -> None:
         """Start what runs beside the requests, in the order in which one part needs another.
@@ -257,12 +278,11 @@ class Gateway:
 
     def _make_app(self) -> web.Application:
         server = self.settings.server
-        limits = make_limits(self.settings)
         admin = Admin(
             self.dispatcher,
             self.fleet,
             self.telemetry,
-            limits,
+            self.limits,
             admin_token(server),
             time.monotonic,
             self.misses,
@@ -272,18 +292,18 @@ class Gateway:
             warmer=self.warmer,
             tenancy=self.tenancy,
         )
-        tokenize = Tokenize(self.dispatcher, limits, self.tenancy)
+        tokenize = Tokenize(self.dispatcher, self.limits, self.tenancy)
         app = make_app(
             self.dispatcher,
             observe=self._observe,
-            limits=limits,
+            limits=self.limits,
             rewriters=self.rewriters,
             extra_routes=tokenize.routes(),
             tenancy=self.tenancy,
             pass_through=server.pass_through,
         )
         app[API].proxy.offload_put = self.worth.offload_put
-        self.operators = Operators(self.settings.server, self._role, admin, self.telemetry)
+        self.operators = Operators(server, self._role, admin, self.telemetry, self.reload)
         self.operators.place(app)
         return app
 
@@ -294,7 +314,7 @@ class Gateway:
             self.fleet,
             self.worth.account,
             rewriters=self.rewriters,
-            limits=make_limits(self.settings),
+            limits=self.limits,
             on_finish=self._warmed,
             is_mine=lambda pool, worker: (
                 self.exchange is None or self.exchange.is_first(pool, worker)
@@ -345,59 +365,6 @@ class Gateway:
             self.request_log.add(record)
 
 
-def serve_forever(settings: Settings) -> int:
-    """Run the gateway, in as many processes as configured, until a signal.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: If something configured cannot be used.
-        ConnectionError: If an address cannot be listened on.
-    """
-    configure_logs(settings.telemetry.log_level)
-    if settings.server.processes > 1:
-        errors, warnings = unsupported(settings)
-        if errors:
-            raise ConfigError("\n".join(errors))
-        admin_token(settings.server)
-        _warn(warnings)
-        return run_loop(Supervisor(settings).run())
-    gateway = Gateway(settings)
-    _warn(gateway.warnings)
-    run_loop(gateway.run())
-    return 0
-
-
-def serve_child() -> int:
-    """Run one of several processes, as told on the standard input; return the exit code."""
-    role = msgspec.json.decode(sys.stdin.buffer.readline(), type=Role)
-    settings = Settings.model_validate(role.settings)
-    configure_logs(settings.telemetry.log_level)
-    try:
-        run_loop(_run_child(Gateway(settings, role=role)))
-    except (ConfigError, ConnectionError) as error:
-        print(f"warmlane: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-async def _run_child(gateway: Gateway) -> None:
-    # The supervisor keeps this open as long as it lives.
-    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _end_if_alone)
-    await gateway.run(ready=_tell_ready)
-
-
-def _end_if_alone() -> None:
-    if not os.read(sys.stdin.fileno(), 4096):
-        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _tell_ready(port: int) -> None:
-    print(msgspec.json.encode({"ready": port}).decode(), flush=True)
-
-
 def _say_why(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         structlog.get_logger("warmlane").error(
@@ -405,14 +372,5 @@ def _say_why(task: asyncio.Task[Any]) -> None:
         )
 
 
-def _warn(warnings: list[str]) -> None:
-    for warning in warnings:
-        structlog.get_logger("warmlane").warning("not_supported", what=warning)
-
-
 def _ready(port: int) -> None:
     structlog.get_logger("warmlane").info("ready", port=port)
-
-
-if __name__ == "__main__":
-    sys.exit(serve_child())

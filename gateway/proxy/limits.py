@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Limits:
     """Plain numbers of the data plane; the defaults are those of the configuration.
 
@@ -24,3 +24,8 @@ class Limits:
     request_s: float = 1800.0
     retry_ratio: float = 0.2
     attempts: int = 2
+
+    def change(self, other: Limits) -> None:
+        """Take over another one's bounds: for requests and connections from now on."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(other, field.name))

@@ -41,10 +41,36 @@ def make_dispatcher(
         routes=_routes(settings, pools),
         rollout=RollOut(routing.mode, routing.share, seed=routing.seed or 0),
         max_wait_s=routing.max_wait_s,
-        standings={
-            tenant.name: Standing(tenant.weight, tenant.priority) for tenant in settings.tenants
-        },
+        standings=_standings(settings),
     )
+
+
+def reconfigure(dispatcher: Dispatcher, settings: Settings) -> None:
+    """Have a dispatcher route as another configuration says, from the next request on.
+
+    Args:
+        dispatcher: From ``make_dispatcher``.
+        settings: Validated configuration with the same pools.
+    """
+    pools = list(dispatcher.pools.values())
+    for config in settings.pools:
+        pool = dispatcher.pools[config.name]
+        pool.models = config.models
+        pool.aliases = dict(config.aliases)
+        pool.affinity_keys = config.affinity.keys
+        pool.set_size = config.affinity.set_size
+        pool.is_strict = config.affinity.mode == "strict"
+    dispatcher.routes = _routes(settings, pools)
+    dispatcher.rollout.mode = settings.routing.mode
+    dispatcher.rollout.share = settings.routing.share
+    dispatcher.gate.max_wait_s = settings.routing.max_wait_s
+    standings = dispatcher.gate.standings
+    standings.clear()
+    standings.update(_standings(settings))
+
+
+def _standings(settings: Settings) -> dict[str, Standing]:
+    return {tenant.name: Standing(tenant.weight, tenant.priority) for tenant in settings.tenants}
 
 
 def _routes(settings: Settings, pools: Sequence[Pool]) -> Routes:

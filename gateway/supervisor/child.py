@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gateway.supervisor.exposition import Snapshot
 
 # A fresh interpreter, so that nothing is shared by accident.
-COMMAND = (sys.executable, "-m", "gateway.serve")
+COMMAND = (sys.executable, "-m", "gateway.launch")
 # After a crash; doubles with each one in a row.
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 15.0
@@ -35,6 +35,7 @@ STEADY_S = 30.0
 SCRAPE_TIMEOUT_S = 2.0
 
 WINDOWS_PATH = "/internal/windows"
+SETTINGS_PATH = "/internal/settings"
 
 log = structlog.get_logger("warmlane")
 
@@ -92,6 +93,8 @@ class Child:
         self._command = command
         self._on_change = on_change
         self._process: asyncio.subprocess.Process | None = None
+        # What the process that runs has.
+        self._settings: dict[str, object] | None = None
         self._is_stopping = False
 
     @property
@@ -138,6 +141,23 @@ class Child:
         except (ConnectionError, ValueError) as error:
             log.warning("process_not_scraped", process=self.role.name, error=str(error))
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the process has the settings of its role, which may be others by now."""
+        return self._settings is self.role.settings
+
+    async def tell_settings(self) -> None:
+        """Have the process that runs take over the settings of its role.
+
+        Raises:
+            ConnectionError: If it does not answer, or cannot use them.
+        """
+        settings = self.role.settings
+        answer = await self.peer.ask("POST", SETTINGS_PATH, {}, msgspec.json.encode(settings))
+        if answer.status != 200:
+            raise ConnectionError(f"process {self.role.name}: {answer.body.decode()}")
+        self._settings = settings
+
     async def close(self) -> None:
         """Drop the connections to it."""
         await self.peer.close()
@@ -160,6 +180,7 @@ class Child:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
+            self._settings = self.role.settings
             process.stdin.write(msgspec.json.encode(self.role) + b"\n")
             await process.stdin.drain()
             async for line in process.stdout:

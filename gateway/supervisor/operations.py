@@ -46,6 +46,7 @@ class Operations:
         ended: What the ones that died had counted.
         clock: Monotonic seconds, the children's.
         max_body_bytes: Bound on what an operator may send.
+        lines: More metrics, of the supervisor itself.
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class Operations:
         ended: Snapshot,
         clock: Callable[[], float],
         max_body_bytes: int,
+        lines: Callable[[], Iterator[str]] = lambda: iter(()),
     ) -> None:
         self._children = children
         self._ended = ended
         self._clock = clock
         self._max_body_bytes = max_body_bytes
+        self._lines = lines
 
     def app(self, *, is_internal: bool) -> web.Application:
         """Build the application of the admin port, or of the children's socket.
@@ -139,6 +142,7 @@ class Operations:
         yield "# HELP warmlane_process_restarts_total Times a process was started again"
         yield "# TYPE warmlane_process_restarts_total counter"
         yield f"warmlane_process_restarts_total {restarts}"
+        yield from self._lines()
 
 
 def _unavailable() -> web.Response:

@@ -20,12 +20,15 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from aiohttp import web
 
+from gateway.reload.metrics import exposition
+from gateway.reload.reloader import Reloader
 from gateway.supervisor.child import COMMAND, Child, Role
 from gateway.supervisor.exposition import Snapshot, accumulate
 from gateway.supervisor.operations import Operations
 
 if TYPE_CHECKING:
     from gateway.config import Settings
+    from gateway.reload.reloader import ConfigFile
 
 # Counts of a child that dies are lost since the last scrape; nobody may have scraped for long.
 SCRAPE_EVERY_S = 5.0
@@ -40,11 +43,16 @@ class Supervisor:
 
     Args:
         settings: Validated configuration with ``server.processes`` > 1.
+        file: Where it was read, and is read again.
         command: What a child runs.
     """
 
-    def __init__(self, settings: Settings, *, command: tuple[str, ...] = COMMAND) -> None:
+    def __init__(
+        self, settings: Settings, *, file: ConfigFile, command: tuple[str, ...] = COMMAND
+    ) -> None:
         self.settings = settings
+        self._reloader = Reloader(file, settings, self._use)
+        self._telling: set[asyncio.Task[None]] = set()
         self.children: list[Child] = []
         self._command = command
         self._ended: Snapshot = {}
@@ -68,7 +76,11 @@ class Supervisor:
                 port: int = reserved.getsockname()[1]
                 self.children = [self._child(n, port, folder) for n in range(server.processes)]
                 operations = Operations(
-                    self.children, self._ended, time.monotonic, server.max_body_mb << 20
+                    self.children,
+                    self._ended,
+                    time.monotonic,
+                    server.max_body_mb << 20,
+                    lambda: exposition(self._reloader),
                 )
                 inside = web.AppRunner(operations.app(is_internal=True), access_log=None)
                 runners.append(inside)
@@ -91,7 +103,7 @@ class Supervisor:
         has_admin_port = self.settings.server.admin_port is not None
         role = Role(
             name=f"p{number}",
-            settings=self.settings.model_dump(mode="json"),
+            settings=_dumped(self.settings),
             port=port,
             socket=str(folder / f"p{number}.sock"),
             supervisor=None if has_admin_port else str(folder / "supervisor.sock"),
@@ -108,17 +120,19 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal)
         keeping = [asyncio.create_task(child.keep()) for child in self.children]
-        scraping = asyncio.create_task(self._scrape())
+        loop.add_signal_handler(signal.SIGHUP, self._reloader.ask)
+        beside = [asyncio.create_task(self._scrape()), asyncio.create_task(self._reloader.run())]
         try:
             await _first(stop, self._failed)
             log.info("draining", processes=len(self.children))
             self._signal(signal.SIGTERM)
             await self._end(keeping, hurry)
         finally:
-            scraping.cancel()
+            for task in (*beside, *self._telling):
+                task.cancel()
             self._signal(signal.SIGKILL)
-            await asyncio.gather(*keeping, return_exceptions=True)
-            for number in (signal.SIGTERM, signal.SIGINT):
+            await asyncio.gather(*keeping, *beside, return_exceptions=True)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.remove_signal_handler(number)
         return 1 if self._failed.is_set() else 0
 
@@ -146,6 +160,32 @@ class Supervisor:
                 if child.is_ready:
                     await child.scrape()
 
+    async def _use(self, settings: Settings) -> None:
+        """Hand a configuration on to all processes; all have it afterwards, or none.
+
+        Raises:
+            ConnectionError: If a process does not answer, or cannot use it.
+        """
+        before, self.settings = self.settings, settings
+        try:
+            await self._hand_on()
+        except ConnectionError:
+            self.settings = before
+            with contextlib.suppress(ConnectionError):
+                await self._hand_on()
+            raise
+
+    async def _hand_on(self) -> None:
+        settings = _dumped(self.settings)
+        for child in self.children:
+            child.role.settings = settings
+        ready = [child for child in self.children if child.is_ready]
+        told = await asyncio.gather(*(c.tell_settings() for c in ready), return_exceptions=True)
+        for child, error in zip(ready, told, strict=True):
+            # One that ended meanwhile starts with them.
+            if isinstance(error, BaseException) and child.is_ready:
+                raise error
+
     def _signal(self, number: int) -> None:
         for child in self.children:
             child.signal(number)
@@ -153,6 +193,11 @@ class Supervisor:
     def _changed(self, child: Child) -> None:
         """Take note of a child that got ready or ended."""
         if child.is_ready:
+            if not child.is_current:
+                # The configuration changed while it started.
+                task = asyncio.create_task(_catch_up(child))
+                self._telling.add(task)
+                task.add_done_callback(self._telling.discard)
             if not self._was_ready and all(c.is_ready for c in self.children):
                 self._was_ready = True
                 log.info("ready", port=child.role.port, processes=len(self.children))
@@ -190,6 +235,18 @@ def reserve_port(host: str, port: int) -> socket.socket:
         reserved.close()
         raise
     return reserved
+
+
+async def _catch_up(child: Child) -> None:
+    try:
+        await child.tell_settings()
+    except ConnectionError as error:
+        log.error("config_not_handed_on", process=child.role.name, reason=str(error))
+
+
+def _dumped(settings: Settings) -> dict[str, object]:
+    # What is not said stays so: of some values it counts whether they were.
+    return settings.model_dump(mode="json", exclude_unset=True)
 
 
 async def _first(*events: asyncio.Event) -> None:

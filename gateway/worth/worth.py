@@ -47,13 +47,7 @@ class Worth:
         write_per_read: Callable[[str], float] = lambda _worker: 1.0,
         secret: bytes = b"",
     ) -> None:
-        self._offload = {pool.name: pool.offload for pool in settings.pools}
-        self._capped = _capped_pools(settings)
-        self._tenant_caps = {
-            tenant.name: tenant.offload.max_offload_tokens
-            for tenant in settings.tenants
-            if tenant.offload is not None
-        }
+        self.reconfigure(settings)
         self.ends = StableEnds(clock=clock)
         self.account = WorthAccount(
             clock=clock,
@@ -61,6 +55,16 @@ class Worth:
             write_per_read=write_per_read,
             secret=secret,
         )
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Have these caps from now on."""
+        self._offload = {pool.name: pool.offload for pool in settings.pools}
+        self._capped = _capped_pools(settings)
+        self._tenant_caps = {
+            tenant.name: tenant.offload.max_offload_tokens
+            for tenant in settings.tenants
+            if tenant.offload is not None
+        }
 
     def observe(self, plan: Plan, ticket: Ticket) -> int:
         """Take note of a finished attempt; for ``on_finish``. About 20 us; never raises.
