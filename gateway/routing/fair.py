@@ -59,7 +59,7 @@ class FairQueue(Generic[T]):
     """
 
     def __init__(self, standings: Mapping[str, Standing] | None = None) -> None:
-        self._standings = standings or {}
+        self._standings = {} if standings is None else standings
         self._lines: dict[tuple[int, str], dict[Place[T], None]] = {}
         # Tenant -> cost served so far per weight; nobody's is behind the clock when it arrives.
         self._served: dict[str, float] = {}

@@ -239,8 +239,8 @@ def test_a_configuration_reaches_pools_routes_gate_and_roll_out() -> None:
     assert (a.retry, a.peer_pull, c.weight, c.fallback) == (Retry(0.5, 3), "off", None, None)
     assert (dispatch.rollout.mode, dispatch.rollout.share) == ("cost", 25)
     assert dispatch.gate.max_wait_s == 3
-    assert dispatch.gate._standings["t"].weight == 3
-    assert dispatch.gate._standings["t"].priority == -2
+    assert dispatch.gate.standings["t"].weight == 3
+    assert dispatch.gate.standings["t"].priority == -2
     assert (first.pool, first.tenant, first.headers) == (c, "t", (("x-team", "s"),))
     assert (first.prompt_tokens, first.known_reuse) == ((10, float("inf")), (0, 0.25))
     assert (first.is_by_class, first.max_offload_tokens, first.offload_scope) == (
