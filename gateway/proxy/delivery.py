@@ -190,6 +190,9 @@ class Delivery:
             if not self._lifecycle.is_over:
                 raise
             error = self._shutdown()
+        finally:
+            if observer.has_token:
+                self._record.counted_tokens = observer.num_events
         error = error or self._account(observer)
         if error is None:
             send(observer.rest())

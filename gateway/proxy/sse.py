@@ -60,16 +60,19 @@ class StreamObserver:
         has_token: Whether an event with content, a tool call or text has gone by.
         is_mid_event: Whether the bytes passed on so far end inside an event.
         first: The first event that is an object.
+        num_events: How many events have gone by, about.
     """
 
     __slots__ = (
         *("_held", "_strips_usage", "_tail", "_tail_bytes", "first", "has_token", "is_mid_event"),
+        "num_events",
     )
 
     def __init__(self, *, strips_usage: bool = False) -> None:
         self.has_token = False
         self.is_mid_event = False
         self.first: dict[str, Any] | None = None
+        self.num_events = 0
         self._strips_usage = strips_usage
         self._held = bytearray()
         self._tail: list[bytes] = []
@@ -85,6 +88,7 @@ class StreamObserver:
             self.is_mid_event = False
         if not self.has_token:
             self._look_for_token(data)
+        self.num_events += data.count(b"\n\n") or 1
         self._tail.append(data)
         self._tail_bytes += len(data)
         if self._tail_bytes > 2 * TAIL_BYTES:

@@ -23,6 +23,7 @@ class RequestRecord:
     ``source`` is where the tokens come from that the worker does not hold on its device (``own``
     lower tiers, ``recompute``, ``peer:ID``, ``store``), ``pull_tokens`` how many of them are
     fetched, ``route`` names the configured route, ``offload_tokens`` is the cap that was sent.
+    ``counted_tokens`` counts the events of a stream: about what was generated, where nobody told.
     ``shadow_*`` is what the routing rule would have done where it did not decide (``routing.mode``
     observe, or outside the share): its worker, the hit tokens it predicts there, and the TTFT it
     would have saved, negative where it would have cost some.
@@ -44,6 +45,7 @@ class RequestRecord:
     predicted_hit_tokens: int = 0
     observed_hit_tokens: int | None = None
     completion_tokens: int | None = None
+    counted_tokens: int | None = None
     predicted_ttft_s: float | None = None
     ttft_s: float | None = None
     route_s: float = 0.0

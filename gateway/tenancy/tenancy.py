@@ -270,10 +270,12 @@ def settle(grant: Grant, record: RequestRecord) -> None:
     a worker failed before there was a first token.
     """
     is_failed = record.outcome == "upstream_error" and record.ttft_s is None
-    if is_failed or record.outcome in _FREE_OUTCOMES:
+    if is_failed or not record.attempts or record.outcome in _FREE_OUTCOMES:
         grant.settle(0, 0)
     else:
-        grant.settle(record.prompt_tokens, record.completion_tokens)
+        completion = record.completion_tokens
+        completion = record.counted_tokens if completion is None else completion
+        grant.settle(record.prompt_tokens, completion)
 
 
 def _bearer(value: str) -> bytes | None:

@@ -18,6 +18,7 @@ from tests.fakes.engine import (
     DONE,
     FINISH,
     ROLE,
+    End,
     RawEngine,
     content,
     event,
@@ -25,7 +26,8 @@ from tests.fakes.engine import (
     stream,
     usage,
 )
-from tests.fakes.gateway import chat, gateway, worker
+from tests.fakes.gateway import CHAT, chat, gateway, worker
+from tests.support import poll_until
 
 DATA = Path(__file__).parent.parent / "data"
 ADDED = b',"stream_options":{"include_usage":true}'
@@ -206,3 +208,18 @@ def test_putting_members_in_changes_no_other_byte(
 
     assert put[:at] + put[at + len(b',"added":[1.0]') :] == body
     assert json.loads(put) == given_document | {"added": [1.0]}
+
+
+async def test_what_a_stream_brought_is_counted_where_nobody_tells() -> None:
+    pieces = [content("a"), content("b"), content("c")]
+    async with RawEngine() as engine, gateway(engine.url) as gw:
+        engine.scripts.append(stream(*pieces, FINISH, DONE))
+        await gw.post(body=chat(stream=True))
+        silent = await gw.record()
+        engine.scripts.append(stream(*pieces, End.HANG))
+        async with gw.session.post(gw.url + CHAT, json=chat(stream=True)) as response:
+            await response.content.readuntil(pieces[2])
+        await poll_until(lambda: len(gw.records) == 2, what="the client has left")
+
+    assert (silent.completion_tokens, silent.counted_tokens) == (None, 5)
+    assert (gw.records[1].outcome, gw.records[1].counted_tokens) == ("client_closed", 3)
