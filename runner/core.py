@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from runner.kvkeys import BlockChain, namespace_key
@@ -26,6 +27,7 @@ from runner.types import EngineStats
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from collections.abc import Sequence as Run
+    from contextlib import AbstractContextManager
 
     from prefix_index.events import Event
     from runner.kvkeys import KvKey
@@ -64,14 +66,20 @@ class EngineCore:
         build_tiers: BuildTiers | None = None,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        computing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Allocate the pool; see ``Engine``."""
+        """Allocate the pool; see ``Engine``.
+
+        ``computing`` is entered while the model computes: no book is read or changed then, so that
+        others may.
+        """
         num_blocks = config.pool_tokens // config.block_size
         self.limits = resolve_limits(model, config, num_blocks)
         self._model = model
         self._config = config
         self._on_events = on_events
         self._clock = clock
+        self._computing = computing
         self._kv = model.new_pool(num_blocks, config.block_size)
         self._pool = BlockPool(num_blocks, config.block_size)
         self._leases = LeaseBook(self._pool.pin, self._pool.unpin)
@@ -297,7 +305,9 @@ class EngineCore:
     def _compute(self, plan: Plan) -> None:
         for source, target in plan.copies:
             self._kv.copy_block(source, target)
-        logits, order = self._stepper.forward([work.chunk for work in plan.work])
+        chunks = [work.chunk for work in plan.work]
+        with self._computing():
+            logits, order = self._stepper.forward(chunks)
         self._scheduler.retire(plan)
         samples: list[Sequence] = []
         draws: list[Draw] = []

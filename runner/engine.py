@@ -1,14 +1,17 @@
 """The engine as other threads see it: submit, abort, reset, figures.
 
 Everything that decides or touches KV runs on the engine thread. Other threads only put commands
-into its inbox and read the figures it last published.
+into its inbox and read the figures it last published. Loans to other runners alone do not wait for
+a step's end: while the engine thread computes, or sleeps, its books lie still, and the lending
+thread may have them.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from runner.core import EngineCore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from prefix_index.events import Event
     from runner.kvkeys import KvKey
@@ -64,7 +67,12 @@ class Engine:
         """
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._clock = clock
-        self._core = EngineCore(model, config, on_events, build_tiers, self._wake, clock)
+        # The books: the engine thread's, except while it computes or sleeps.
+        self._books = threading.Lock()
+        self._lending = ThreadPoolExecutor(1, thread_name_prefix="lending")
+        self._core = EngineCore(
+            model, config, on_events, build_tiers, self._wake, clock, self._leaving_books
+        )
         self._core.calibrate()
         # Guards the stop flag against commands that would arrive after the last look.
         self._gate = threading.Lock()
@@ -102,6 +110,7 @@ class Engine:
         with self._gate:
             self._is_stopping = True
             self._wake()
+        self._lending.shutdown(wait=False)
         if self._thread.ident is None:
             self._core.close()
             return True
@@ -142,11 +151,11 @@ class Engine:
         Returns:
             The loan; ``EngineStoppedError`` after ``stop``.
         """
-        return self._ask(lambda: self._core.lend(keys, owner, deadline_s))
+        return self._on_lending(lambda: self._core.lend(keys, owner, deadline_s))
 
     def give_back(self, owner: str) -> None:
         """End all loans of an owner; unknown ones are ignored."""
-        self._inbox.put(lambda: self._core.give_back(owner))
+        self._on_lending(lambda: self._core.give_back(owner))
 
     def decisions(self) -> list[dict[str, object]]:
         """Return the last decisions about loads, oldest first; none after ``stop``."""
@@ -172,6 +181,34 @@ class Engine:
                 self._inbox.put(run)
         return answer
 
+    def _on_lending(self, command: Callable[[], T]) -> Future[T]:
+        """Run a command on the lending thread, with the books."""
+
+        def run() -> T:
+            with self._books:
+                if self._is_stopping:
+                    raise EngineStoppedError("the engine is stopping")
+                answer = command()
+            # How long the engine thread may sleep depends on the loans.
+            self._wake()
+            return answer
+
+        try:
+            return self._lending.submit(run)
+        except RuntimeError:
+            refused: Future[T] = Future()
+            refused.set_exception(EngineStoppedError("the engine is stopping"))
+            return refused
+
+    @contextmanager
+    def _leaving_books(self) -> Iterator[None]:
+        """Let the lending thread have the books meanwhile."""
+        self._books.release()
+        try:
+            yield
+        finally:
+            self._books.acquire()
+
     def _wake(self) -> None:
         """Make a sleeping engine thread look around; from any thread."""
         self._inbox.put(_look_around)
@@ -187,17 +224,18 @@ class Engine:
         self._num_accepted += 1
 
     def _run(self) -> None:
-        while not self._is_stopping:
-            self._read_inbox()
-            self._publish()
-            if self._core.has_work or self._core.needs_turns:
-                self._core.step()
+        with self._books:
+            while not self._is_stopping:
+                self._read_inbox()
                 self._publish()
-        # Only aborts and returned loans are put after the flag: what is read here is the rest.
-        while not self._inbox.empty():
-            self._inbox.get()()
-        self._core.close()
-        self._publish()
+                if self._core.has_work or self._core.needs_turns:
+                    self._core.step()
+                    self._publish()
+            # Only aborts are put after the flag: what is read here is the rest.
+            while not self._inbox.empty():
+                self._inbox.get()()
+            self._core.close()
+            self._publish()
 
     def _read_inbox(self) -> None:
         """Run the commands that have arrived; with nothing to compute, wait for one."""
@@ -205,7 +243,8 @@ class Engine:
         if sleep_s != 0:
             begun_s = self._clock()
             try:
-                command = self._inbox.get(timeout=sleep_s)
+                with self._leaving_books():
+                    command = self._inbox.get(timeout=sleep_s)
             except Empty:
                 command = _look_around
             self._core.note_sleep(self._clock() - begun_s)

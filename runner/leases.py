@@ -3,7 +3,7 @@
 Published engines leaked pins whose owner never came back until the pool was full. Here a pin
 without a deadline cannot be had: ``sweep`` frees what its owner forgot, and counts it.
 
-Used from the engine thread alone, except for ``LoanedBlock.read_into``.
+Used by the thread that has the engine's books, except for ``LoanedBlock.read_into``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Lender:
-    """Makes loans; used from the engine thread alone."""
+    """Makes loans; used by the thread that has the engine's books."""
 
     def __init__(
         self, pool: BlockPool, leases: LeaseBook, mover: BlockMover, tiers: Tiers | None

@@ -112,7 +112,11 @@ class Tiers(Protocol):
         ...
 
     def pin_cpu(self, keys: Sequence[KvKey], owner: str, deadline_s: float) -> list[LoanedBlock]:
-        """Pin the leading ones of some blocks that are in host memory, until the deadline."""
+        """Pin the leading ones of some blocks that are in host memory, until the deadline.
+
+        From the lending thread, while the engine thread neither reads nor changes its books;
+        ``unpin_cpu`` likewise.
+        """
         ...
 
     def unpin_cpu(self, owner: str) -> None:

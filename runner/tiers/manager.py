@@ -82,7 +82,7 @@ class Parts:
 
 
 class TierManager:
-    """``Tiers`` of one engine; engine thread only.
+    """``Tiers`` of one engine; engine thread only, but for the lending of host memory.
 
     Attributes:
         peers: Figures of the pulls from other runners, from any thread; None without peers.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from runner.types import EngineConfig
 from tests.runner.driver import Driver
 from tests.runner.fake_tiers import FakeTiers
 from tests.runner.test_blocks import SIZE, chain_of, finish_prompt, run_prompt
-from tests.runner.test_engine import Inbox, request
+from tests.runner.test_engine import Inbox, request, wait_until
 
 
 class Pins(Counter[int]):
@@ -243,3 +245,37 @@ def test_the_engine_lends_while_it_computes_and_refuses_after_its_end(tiny: Mode
     with pytest.raises(EngineStoppedError):
         engine.lend(chain.keys, "peer", time.monotonic() + 30).result(20)
     engine.give_back("peer")
+
+
+def test_a_loan_does_not_wait_for_the_step_that_is_under_way(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tiny, EngineConfig(pool_tokens=4096, debug_checks=True))
+    engine.start()
+    inbox, other = Inbox(), Inbox()
+    prompt = prompt_of(100)
+    engine.submit(request("a", inbox, prompt))
+    inbox.wait()
+    chain = BlockChain(root_key(engine.namespace), 16)
+    chain.extend(prompt)
+    forward, begun, go_on = tiny.forward, threading.Event(), threading.Event()
+
+    def held_up(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(20)
+        return forward(*args)
+
+    monkeypatch.setattr(tiny, "forward", held_up)
+    engine.submit(request("b", other, prompt_of(90), max_tokens=20))
+    assert begun.wait(20)
+    loans = [engine.lend(chain.keys, f"peer-{k}", time.monotonic() + 30) for k in range(3)]
+    assert [len(loan.result(20).blocks) for loan in loans] == [6, 6, 6]
+    engine.give_back("peer-0")
+    assert other.outputs == []
+    go_on.set()
+    assert other.wait().finish_reason == "length"
+    wait_until(lambda: engine.stats().pinned_blocks == 6)
+    for k in range(3):
+        engine.give_back(f"peer-{k}")
+    wait_until(lambda: engine.stats().pinned_blocks == 0)
+    assert engine.stop(10)
