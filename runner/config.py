@@ -37,6 +37,7 @@ MAX_DEFAULT_POOL_TOKENS = 65_536
 
 DTYPES = ("float32", "bfloat16", "int8", "int4")
 DEVICES = ("cpu", "cuda")
+ATTENTIONS = ("triton", "flashinfer")
 CUDA_DTYPES = ("float32", "bfloat16")
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -65,6 +66,7 @@ class RunnerConfig:
         model: ``smollm2``, a folder, or a .gguf file.
         port: 0 takes any free one.
         device: ``cuda`` is torch's current NVIDIA GPU.
+        attention: What computes attention on a GPU.
         pool: None takes a share of the machine's memory.
         max_model_len: None takes what model and pool allow.
         kv_events: ZMQ endpoint to publish KV events on; None publishes none.
@@ -84,6 +86,7 @@ class RunnerConfig:
     port: int = DEFAULT_PORT
     dtype: str = "float32"
     device: str = "cpu"
+    attention: str = "triton"
     threads: int = 1
     pool: PoolSize | None = None
     block_size: int = DEFAULT_BLOCK_SIZE
@@ -132,6 +135,8 @@ def parse_args(
     options = parser.parse_args(flags)
     if options.device == "cuda" and options.dtype not in CUDA_DTYPES:
         parser.error(f"--device cuda computes in {' or '.join(CUDA_DTYPES)}, not {options.dtype}")
+    if options.device != "cuda" and options.attention != ATTENTIONS[0]:
+        parser.error(f"--attention {options.attention} needs --device cuda")
     if options.kv_replay and not options.kv_events:
         parser.error("--kv-replay needs --kv-events")
     if options.ssd_bytes and options.ssd_dir is None:
@@ -178,6 +183,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=DEVICES,
         default=defaults.device,
         help="where to compute; cuda takes float32 or bfloat16 (%(default)s)",
+    )
+    add(
+        "--attention",
+        choices=ATTENTIONS,
+        default=defaults.attention,
+        help="on a GPU; flashinfer must be installed (%(default)s)",
     )
     add("--threads", type=_positive, default=defaults.threads, help="compute threads (%(default)s)")
     add(

@@ -118,7 +118,14 @@ def _read_model(config: RunnerConfig, path: Path) -> tuple[TokenizerFiles, Model
     from runner.weights import load_model
 
     try:
-        model = load_model(path, config.dtype, config.threads, config.lora, device=config.device)
+        model = load_model(
+            path,
+            config.dtype,
+            config.threads,
+            config.lora,
+            device=config.device,
+            attention=config.attention,
+        )
     except (DeviceError, WeightsError, UnsupportedModelError, AdapterError, OSError) as error:
         raise StartError(str(error)) from error
     return files, model

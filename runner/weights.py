@@ -46,6 +46,7 @@ def load_model(
     *,
     native: bool = True,
     device: str = "cpu",
+    attention: str = "triton",
 ) -> Model:
     """Load the model at ``path`` and set torch's thread counts for the whole process.
 
@@ -57,6 +58,7 @@ def load_model(
         adapters: Folders of LoRA adapters by the names that requests will give.
         native: Whether compiled kernels may be used where they can be had.
         device: ``cpu`` or ``cuda``.
+        attention: What computes attention on a GPU: ``triton`` or ``flashinfer``.
 
     Raises:
         WeightsError: If the files are missing or damaged, or the dtype is unknown.
@@ -75,7 +77,7 @@ def load_model(
     if device == "cuda":
         if mode not in ("float32", "bfloat16"):
             raise DeviceError(f"--device cuda computes in float32 or bfloat16, not in {mode}")
-        ops: Ops[Any] = open_gpu(config, computed)
+        ops: Ops[Any] = open_gpu(config, computed, attention)
     else:
         ops = choose_ops(config, computed, threads, os.environ if native else None)
     try:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from runner.arch import ModelConfig
 from runner.batch import Chunk
+from runner.metrics import TransferMeter
 from runner.model import Model
+from runner.tiers.assemble import build_tiers
+from runner.tiers.options import TierOptions
 from runner.weights import load_model
 from tests.runner.driver import Driver
 from tests.runner.triton_parts import DEVICE, gpu_ops
@@ -37,9 +42,11 @@ class Replays:
 
 
 def load(folder: Path, monkeypatch: pytest.MonkeyPatch, recorder: Any = None) -> Model:
-    monkeypatch.setattr(
-        "runner.weights.open_gpu", lambda config, dtype: gpu_ops(config, dtype, recorder)
-    )
+    def open_gpu(config: ModelConfig, dtype: torch.dtype, attention: str) -> Any:
+        assert attention == "triton"
+        return gpu_ops(config, dtype, recorder)
+
+    monkeypatch.setattr("runner.weights.open_gpu", open_gpu)
     return load_model(folder, "float32", 1, device="cuda")
 
 
@@ -126,3 +133,21 @@ def test_sampling_with_a_seed_draws_the_same_tokens(
         driver.run()
         answers.append(driver.tokens(asked))
     assert answers[1] == answers[0]
+
+
+def test_kv_restored_from_host_memory_gives_the_same_tokens(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(tiny_dir, monkeypatch)
+    tiers = partial(build_tiers, TierOptions(host_bytes=2**20), observer=TransferMeter("test"))
+    driver = Driver(model, build_tiers=tiers, pool_tokens=8 * 16, max_batched_tokens=32)
+    expected = driver.complete(PROMPT, max_tokens=4)
+    driver.settle(lambda: driver.core.stats().tiers[0].num_blocks == 2)
+    # Others need the whole pool.
+    driver.complete([(at * 5 + 1) % 97 for at in range(110)], max_tokens=2)
+    again = driver.submit(PROMPT, max_tokens=4)
+    driver.run()
+
+    assert driver.tokens(again) == expected
+    assert driver.last(again).hit_source == "cpu"
+    driver.core.close()

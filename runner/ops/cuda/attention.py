@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -12,6 +12,7 @@ from runner.ops.cuda.layout import SPLIT_TOKENS, TILE_FIELDS
 
 if TYPE_CHECKING:
     from runner.arch import ModelConfig
+    from runner.batch import Batch
     from runner.ops.cuda.layout import TileRun
     from runner.ops.cuda.ops import CudaStep
 
@@ -20,8 +21,32 @@ if TYPE_CHECKING:
 TARGET_PROGRAMS = 132 * 8
 
 
+class Attention(Protocol):
+    """What computes a step's attention.
+
+    Attributes:
+        family: See ``runner/ops/interface.py``.
+    """
+
+    family: str
+
+    def begin(self, batch: Batch, block_size: int) -> None:
+        """Prepare a step."""
+        ...
+
+    def __call__(self, qkv: torch.Tensor, layer: int, step: CudaStep) -> torch.Tensor:
+        """See ``Ops.attention``."""
+        ...
+
+
 class PagedAttention:
-    """Attention of one model's heads."""
+    """Attention of one model's heads in Triton.
+
+    Attributes:
+        family: See ``runner/ops/interface.py``.
+    """
+
+    family = "triton"
 
     def __init__(self, config: ModelConfig) -> None:
         self._num_heads = config.num_heads
@@ -31,6 +56,9 @@ class PagedAttention:
         self._window_layers = frozenset(config.window_layers)
         # The kernel computes powers of two.
         self._scale_log2 = math.log2(math.e) / math.sqrt(config.head_dim)
+
+    def begin(self, batch: Batch, block_size: int) -> None:
+        """See ``Attention``: nothing, the layout already says what to compute."""
 
     def __call__(self, qkv: torch.Tensor, layer: int, step: CudaStep) -> torch.Tensor:
         """See ``Ops.attention``."""

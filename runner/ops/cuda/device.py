@@ -39,11 +39,16 @@ def refusal() -> str | None:
     return None
 
 
-def open_gpu(config: ModelConfig, dtype: torch.dtype) -> CudaOps:
+def open_gpu(config: ModelConfig, dtype: torch.dtype, attention: str = "triton") -> CudaOps:
     """Return what computes a model on this machine's GPU, the current one of torch.
 
+    Args:
+        config: The model's sizes.
+        dtype: Type of activations and KV.
+        attention: ``triton`` or ``flashinfer``.
+
     Raises:
-        DeviceError: If there is no usable one.
+        DeviceError: If there is no usable one, or FlashInfer is not there.
     """
     if reason := refusal():
         raise DeviceError(f"--device cuda: {reason}")
@@ -54,7 +59,16 @@ def open_gpu(config: ModelConfig, dtype: torch.dtype) -> CudaOps:
     # Sums of a long product are kept in float32 to the end, as on the CPU.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     device = torch.device("cuda", torch.cuda.current_device())
-    return CudaOps(config, dtype, device, CudaStreams(device), CudaRecorder())
+    streams = CudaStreams(device)
+    if attention == "triton":
+        return CudaOps(config, dtype, device, streams, CudaRecorder())
+    from runner.ops.cuda.flashinfer import FlashInferAttention
+
+    try:
+        plug = FlashInferAttention(config, dtype, device)
+    except ImportError as error:
+        raise DeviceError(f"--attention flashinfer: it cannot be imported ({error})") from error
+    return CudaOps(config, dtype, device, streams, None, plug)
 
 
 def pool_memory_bytes() -> int:

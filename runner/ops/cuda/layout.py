@@ -175,7 +175,7 @@ def lay_out(
     long = _Tiles(shapes.long, is_split=False)
     tables: list[npt.NDArray[np.int64]] = []
     table_at = slot_at = 0
-    for first_row, num_tokens, end, table in _sequences(batch.groups):
+    for first_row, num_tokens, end, table in sequences(batch.groups):
         if num_tokens == 1:
             tiles = singles
         else:
@@ -227,10 +227,10 @@ def _runs(used: list[_Tiles]) -> Iterator[TileRun]:
         first += count
 
 
-def _sequences(
+def sequences(
     groups: list[AttentionGroup],
 ) -> Iterator[tuple[int, int, int, npt.NDArray[np.int64]]]:
-    """Yield first row, tokens, end of context and block table of every sequence."""
+    """Yield first row, tokens, end of context and block table of every sequence, rows in order."""
     for group in groups:
         num_tokens = (group.rows.stop - group.rows.start) // len(group.ends)
         for at, (end, table) in enumerate(zip(group.ends.tolist(), group.tables, strict=True)):

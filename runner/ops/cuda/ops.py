@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from runner.arch import ModelConfig
     from runner.batch import Batch
     from runner.kvpool import KvPool
+    from runner.ops.cuda.attention import Attention
     from runner.ops.cuda.graphs import Recorder
     from runner.ops.cuda.layout import Layout
     from runner.ops.cuda.streams import StreamApi
@@ -106,6 +107,7 @@ class CudaOps:
         device: torch.device,
         api: StreamApi,
         recorder: Recorder | None,
+        attention: Attention | None = None,
     ) -> None:
         """Prepare for models of these sizes.
 
@@ -115,16 +117,17 @@ class CudaOps:
             device: Where to compute; the CPU in Triton's interpreter.
             api: Its streams.
             recorder: Records decode steps; None runs them launch by launch.
+            attention: Computes attention; None for the Triton kernels.
         """
         self.dtype = dtype
         self.device = device
-        self.family = "triton"
         self._config = config
         self._api = api
         self._recorder = recorder
         self._group = config.num_heads // config.num_kv_heads
         self.shapes = TileShapes.of(self._group, dtype.itemsize)
-        self._attention = PagedAttention(config)
+        self._attention: Attention = attention or PagedAttention(config)
+        self.family = self._attention.family
         self._rope = RopeWriter(config, device)
         self._ring = UploadRing(api, device)
         most_splits = -(-config.context_tokens // SPLIT_TOKENS)
@@ -161,6 +164,7 @@ class CudaOps:
         if not isinstance(pool, CudaKvPool):
             raise TypeError("the pool is another implementation's")
         layout, target = self._lay_out(batch, pool)
+        self._attention.begin(batch, pool.block_size)
         return CudaStep(
             layout=layout,
             values=self._ring.upload(layout.values, target),
