@@ -61,7 +61,7 @@ class Bucket:
         otherwise.
         """
         self._fill(now_s)
-        needed = min(amount, self.limit)
+        needed = amount if amount < self.limit else self.limit
         missing = needed - self._balance
         if self.share < 1.0 and self._unreported > 0.0 and not self.is_alone:
             mine = (self._balance + self._unreported) * self.share - self._unreported
@@ -137,7 +137,13 @@ class Bucket:
         self._set(balance)
 
     def _set(self, balance: float) -> None:
-        self._balance = max(-MAX_DEBT * self.limit, min(self.limit, balance))
+        # On every request's path: comparisons cost half of what min and max do.
+        limit = self.limit
+        if balance > limit:
+            balance = limit
+        elif balance < -MAX_DEBT * limit:
+            balance = -MAX_DEBT * limit
+        self._balance = balance
 
     def _fill(self, now_s: float) -> None:
         gained = (now_s - self._at_s) * self._per_s

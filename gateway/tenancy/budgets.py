@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 REQUESTS, TOKENS = "requests", "tokens"
 # A client that is told to wait less comes back before anything has changed.
 MIN_RETRY_S = 0.05
+_OPENAI_LINES = {
+    name: (
+        f"x-ratelimit-limit-{name}: %d\r\n"
+        f"x-ratelimit-remaining-{name}: %d\r\n"
+        f"x-ratelimit-reset-{name}: %b\r\n"
+    ).encode()
+    for name in (REQUESTS, TOKENS)
+}
 
 
 class Budget:
@@ -69,14 +77,17 @@ class Budget:
 
     def openai_lines(self, now_s: float) -> bytes:
         """Return the header lines by which OpenAI tells what is left."""
-        lines = ""
-        for name, bucket in self.buckets.items():
-            lines += (
-                f"x-ratelimit-limit-{name}: {bucket.limit:.0f}\r\n"
-                f"x-ratelimit-remaining-{name}: {math.floor(bucket.remaining(now_s))}\r\n"
-                f"x-ratelimit-reset-{name}: {duration(bucket.reset_s(now_s))}\r\n"
-            )
-        return lines.encode()
+        return b"".join(
+            [
+                _OPENAI_LINES[name]
+                % (
+                    bucket.limit,
+                    int(bucket.remaining(now_s)),
+                    duration(bucket.reset_s(now_s)).encode(),
+                )
+                for name, bucket in self.buckets.items()
+            ]
+        )
 
     def anthropic_lines(self, now_s: float, now_unix_s: float) -> bytes:
         """Return the header lines by which Anthropic tells what is left."""

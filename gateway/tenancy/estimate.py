@@ -23,7 +23,11 @@ _MAX_DEPTH = 6
 
 def prompt_estimate(body: Mapping[str, Any]) -> int:
     """Estimate the tokens of a body's prompt."""
-    size = sum(_size(body[name], _MAX_DEPTH) for name in _TEXT_MEMBERS if name in body)
+    size = 0
+    for name in _TEXT_MEMBERS:
+        value = body.get(name)
+        if value is not None:
+            size += _size(value, _MAX_DEPTH)
     return max(1, size // CHARS_PER_TOKEN)
 
 
@@ -46,5 +50,8 @@ def _size(value: Any, depth: int) -> int:
             return len(value) * CHARS_PER_TOKEN
         return sum([_size(item, depth - 1) for item in value])
     if kind is dict and depth:
-        return sum([_size(value[name], depth - 1) for name in ("content", "text") if name in value])
+        content = value.get("content")
+        if content is None:
+            content = value.get("text")
+        return len(content) if type(content) is str else _size(content, depth - 1)
     return 0
