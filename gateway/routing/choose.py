@@ -307,17 +307,22 @@ def _sibling(request: RouteInput, eligible: list[int], prices: Prices, least: fl
     return best if room and work[best] <= min(work.values()) + saved else None
 
 
+def _load(c: Candidate) -> float:
+    return (c.in_flight + 1) * c.bias - 1
+
+
 def _by_ring(request: RouteInput, eligible: list[int]) -> tuple[int, Reason]:
     """Walk the ring to the first worker whose load is within the bound.
 
     Source: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2018), with the
-    test ``n <= factor * (total + 1) / workers``; testing ``n + 1`` spills too early.
+    test ``n <= factor * (total + 1) / workers``; testing ``n + 1`` spills too early. A worker that
+    fails counts as if it had more in flight.
     """
     at = {request.candidates[i].worker: i for i in eligible}
     order = [at[worker] for worker in request.ring if worker in at] or eligible
-    total = sum(request.candidates[i].in_flight for i in eligible)
-    limit = LOAD_FACTOR * (total + 1) / len(eligible)
-    chosen = next((i for i in order if request.candidates[i].in_flight <= limit), order[0])
+    loads = {i: _load(request.candidates[i]) for i in eligible}
+    limit = LOAD_FACTOR * (sum(loads.values()) + 1) / len(eligible)
+    chosen = next((i for i in order if loads[i] <= limit), order[0])
     strict = request.mode == "strict"
     if chosen == order[0]:
         return chosen, Reason.STRICT_HOME if strict else Reason.NO_TOKENS_HOME
