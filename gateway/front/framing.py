@@ -14,7 +14,11 @@ from gateway.errors import BodyTooLarge, InvalidRequest
 
 # A chunk's size line, with extensions that are ignored. Sixteen digits are more than any body.
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
-_TRAILER_LINE = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*")
+_TRAILER_LINE = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[\t\x20-\x7e\x80-\xff]*")
+# Of these some parsers (llhttp is one) believe in a trailer that another body follows.
+_FRAMING_NAMES = frozenset(
+    (b"connection", b"content-length", b"proxy-connection", b"transfer-encoding", b"upgrade")
+)
 # Extensions and trailers serve nobody here; a little of both is tolerated and thrown away.
 MAX_LINE_BYTES = 4 << 10
 MAX_TRAILER_BYTES = 16 << 10
@@ -126,8 +130,11 @@ class ChunkedBody:
             return True
         else:
             self._trailer_bytes += len(line)
-            if self._trailer_bytes > MAX_TRAILER_BYTES or not _TRAILER_LINE.fullmatch(line):
+            match = _TRAILER_LINE.fullmatch(line)
+            if self._trailer_bytes > MAX_TRAILER_BYTES or match is None:
                 raise _broken("a trailer is not a header")
+            if match[1].lower() in _FRAMING_NAMES:
+                raise _broken("a trailer names what frames a message")
         return False
 
     def _take_size(self, line: bytes) -> None:

@@ -56,6 +56,8 @@ class Seen:
 class RawEngine:
     """Answers each request with the next script of ``scripts``, else with ``default``.
 
+    Before that, each connection gets the next script of ``accepts``, if there is one: a pause,
+    bytes nobody asked for, or its end. Engines that share one list of either share their faults.
     ``num_aborted`` counts peers that left while their answer was under way. With ``idle_close_s``
     connections are closed that long after an answer, as an engine's keep-alive timeout does.
     """
@@ -70,6 +72,7 @@ class RawEngine:
         ssl: SSLContext | None = None,
     ) -> None:
         self.scripts: deque[Sequence[Step]] = deque()
+        self.accepts: deque[Sequence[Step]] = deque()
         self.seen: list[Seen] = []
         self.num_connections = 0
         self.num_aborted = 0
@@ -87,9 +90,7 @@ class RawEngine:
         return f"http{'s' if self._ssl else ''}://{host}:{self.port}"
 
     async def __aenter__(self) -> RawEngine:
-        self._server = await asyncio.start_server(
-            self._accept, self.host, self.port, ssl=self._ssl
-        )
+        self._server = await asyncio.start_server(self._accept, self.host, self.port, ssl=self._ssl)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -117,6 +118,8 @@ class RawEngine:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: int
     ) -> None:
         try:
+            if self.accepts and not await self._play(self.accepts.popleft(), reader, writer):
+                return
             while True:
                 async with asyncio.timeout(self._idle_close_s):
                     head = await reader.readuntil(b"\r\n\r\n")
@@ -206,6 +209,11 @@ def answer(body: bytes, status: int = 200, *headers: str) -> Script:
 def chunk(data: bytes) -> bytes:
     """One chunk of a chunked body."""
     return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def broken(data: bytes, at: int, *steps: Step) -> Script:
+    """``data`` up to a byte, then ``steps``; what is left follows unless they end it."""
+    return [data[:at], *steps, data[at:]]
 
 
 LAST_CHUNK = b"0\r\n\r\n"

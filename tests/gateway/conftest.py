@@ -20,6 +20,7 @@ ON_BOTH_FRONTS = frozenset(
         *("test_smuggling", "test_routes_http", "test_tls", "test_limits", "test_anthropic"),
         *("test_surfaces", "test_include_usage", "test_cases_protocol", "test_cases_transport"),
         "test_cases_security",
+        "test_fault_matrix",
     )
 )
 

@@ -41,6 +41,14 @@ def test_a_body_of_single_bytes_costs_no_object_for_each() -> None:
     assert body.value() == b"x" * 10_000
 
 
+@pytest.mark.parametrize(
+    "line", [b"Transfer-Encoding: chunked", b"content-length: 5", b"upgrade: h2c", b"Connection: a"]
+)
+def test_a_trailer_frames_nothing(line: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="trailer"):
+        ChunkedBody(100).feed(b"0\r\nx-a: b\r\n" + line + b"\r\n\r\n")
+
+
 def test_trailers_and_lines_are_bounded() -> None:
     for endless in (b"5;" + b"a" * 10_000, b"0\r\n" + b"a: b\r\n" * 10_000):
         body = ChunkedBody(100)
