@@ -20,22 +20,9 @@ if TYPE_CHECKING:
 # model's are 512 KiB then, still long enough for the full rate of a copy.
 NUM_GROUPS = 4
 
-# Below this a load ends before a step that waits for its first group could gain from it.
-MIN_GROUPED_S = 0.002
-
 # Pinned blocks to copy through where host memory is not pinned: one for each of the transfer
 # threads that may copy at a time, storing and reading disk, remote and peers.
 NUM_STAGED = 10
-
-
-def wants_groups(expected_s: float, tail_tokens: int) -> bool:
-    """Whether computing should begin on a load's first layers before its last ones are there.
-
-    Args:
-        expected_s: How long the load is predicted to take.
-        tail_tokens: Tokens to compute behind what is loaded.
-    """
-    return expected_s > MIN_GROUPED_S and tail_tokens > 0
 
 
 class CudaBlockMover:

@@ -17,7 +17,7 @@ import torch
 
 from runner.ops.cuda.pool import CudaKvPool
 from runner.ops.cuda.ring import NUM_BUFFERS, UploadRing
-from runner.tiers.cuda_mover import MIN_GROUPED_S, NUM_GROUPS, CudaBlockMover, wants_groups
+from runner.tiers.cuda_mover import NUM_GROUPS, CudaBlockMover
 from tests.runner.ops_parts import config_of
 
 
@@ -172,10 +172,15 @@ def test_layer_groups_are_for_pinned_memory_only() -> None:
         mover.begin_in([memoryview(bytearray(mover.block_bytes))], [0])
 
 
-def test_groups_are_for_loads_that_take_long_and_leave_something_to_compute() -> None:
-    assert wants_groups(MIN_GROUPED_S * 2, 1)
-    assert not wants_groups(MIN_GROUPED_S * 2, 0)
-    assert not wants_groups(MIN_GROUPED_S, 100)
+def test_a_store_of_what_is_still_being_loaded_has_all_of_it() -> None:
+    api = Lagging()
+    pool, mover = make(api, 4)
+    source = memoryview(np.full(mover.block_bytes // 4, 2.0, np.float32)).cast("B")
+    pool.order.announce(mover.begin_in([source], [0]))
+    kept = memoryview(bytearray(mover.block_bytes))
+    mover.copy_out(0, kept)
+
+    assert kept == source
 
 
 def test_a_pool_that_the_kernels_cannot_count_is_refused_before_it_is_allocated() -> None:

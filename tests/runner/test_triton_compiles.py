@@ -79,6 +79,7 @@ build(silu_mul_kernel, {"WIDTH": 14336, "TILE": 512})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_kernels_of_an_8b_model_compile_and_fit(dtype: str, tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -123,18 +123,6 @@ def test_an_engine_gives_the_cpus_tokens_cold_and_warm_and_after_preemption(
     assert answers[1] == answers[0]
 
 
-def test_sampling_with_a_seed_draws_the_same_tokens(
-    tiny: Model, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = []
-    for model in (tiny, load(tiny_dir, monkeypatch)):
-        driver = Driver(model)
-        asked = driver.submit(PROMPT, temperature=0.8, top_p=0.9, seed=3, max_tokens=4)
-        driver.run()
-        answers.append(driver.tokens(asked))
-    assert answers[1] == answers[0]
-
-
 def test_kv_restored_from_host_memory_gives_the_same_tokens(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ blocks reserved for loading) and *store* (out of pinned blocks), the last two fe
 threads. ``PoolOrder`` keeps the rules that make this safe:
 
 - a store waits for the last step that was launched, which is no earlier than the one that wrote
-  its block;
+  its block, and for loads that were begun group by group;
 - a load waits for the last step that was launched, which is no earlier than any that could read
   the block's former content;
 - a step's layer waits for the loads of its layer group that were announced as still under way.
@@ -165,6 +165,7 @@ class PoolOrder:
         self._load_lock = threading.Lock()
         self._store_lock = threading.Lock()
         self._announced: list[GroupedLoad] = []
+        self._last_groups = self._last_step
 
     def mark_step(self) -> None:
         """Note that all of a step has been launched; engine thread only."""
@@ -178,6 +179,7 @@ class PoolOrder:
         """Copy out of the pool into pinned memory; done when this returns. Transfer threads."""
         with self._store_lock:
             self._api.hold(self._store, self._last_step)
+            self._api.hold(self._store, self._last_groups)
             self._api.copy(target, source, self._store)
             done = self._api.record(self._store)
         self._api.wait(done)
@@ -211,6 +213,7 @@ class PoolOrder:
                 for target, source in pairs:
                     self._api.copy(target, source, self._load)
                 events.append(self._api.record(self._load))
+            self._last_groups = events[-1]
         return GroupedLoad(tuple(first_layers), tuple(events))
 
     def wait_for(self, load: GroupedLoad) -> None:
