@@ -126,7 +126,7 @@ class Gateway:
             memory = self._share_over(self.link)
         self.rewriters = make_rewriters(settings, memory)
         self._unfollow, self.fleet.on_gone = self.fleet.on_gone, self._gone
-        self.fleet.on_left = lambda worker: self.telemetry.forget_worker(worker.id)
+        self.fleet.on_left = self._left
         self.discovery = Discovery(self.fleet, settings)
         self.telemetry.register(DiscoveryCollector(self.discovery))
         self.worth = Worth(settings, write_per_read=write_per_read(self.fleet))
@@ -339,6 +339,10 @@ class Gateway:
     def _gone(self, worker: Worker) -> None:
         self._unfollow(worker)
         self.telemetry.forget_worker(worker.id)
+
+    def _left(self, worker: Worker) -> None:
+        self.telemetry.forget_worker(worker.id)
+        self.warmer.forget_worker(worker.id)
 
     def _finished(self, plan: Plan, ticket: Ticket) -> None:
         self.fleet.finished(plan, ticket)

@@ -95,6 +95,14 @@ class Keeper:
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
+    def forget_worker(self, worker_id: str) -> None:
+        """Forget a worker that left for good, and what was done for it."""
+        self._seen.pop(worker_id, None)
+        self.runs.pop(worker_id, None)
+        task = self._tasks.pop(worker_id, None)
+        if task is not None:
+            task.cancel()
+
     def look(self) -> None:
         """Look at every worker once."""
         now_s = self._clock()

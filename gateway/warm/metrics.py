@@ -34,6 +34,11 @@ class WarmCounts:
         self.keep_runs: Counter[tuple[str, str]] = Counter()
         self.keep_s: dict[str, float] = {}
 
+    def forget_worker(self, worker_id: str) -> None:
+        """Drop the series of a worker that left for good."""
+        for counts in (self.computed_tokens, self.cached_tokens, self.failed, self.hit_tokens):
+            counts.pop(worker_id, None)
+
 
 class WarmCollector(Collector):
     """Yields ``warmlane_warm_*``.

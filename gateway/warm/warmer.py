@@ -123,6 +123,11 @@ class Warmer:
         if shared_tokens and plan.pool.name in self._storing:
             self.store.observe(plan, ticket, shared_tokens)
 
+    def forget_worker(self, worker_id: str) -> None:
+        """Forget a worker that left for good."""
+        self.counts.forget_worker(worker_id)
+        self.keeper.forget_worker(worker_id)
+
     async def make_run(self, order: Order, emit: Emit) -> Run:
         """Make a run; the caller runs it. Only one sends at a time.
 
