@@ -137,6 +137,43 @@ def workers_list(
     print(json.dumps(answer, indent=2) if as_json else workers_table(answer["workers"]))
 
 
+@workers_app.command("add")
+def workers_add(
+    url: Annotated[str, typer.Argument(help="Base URL of the worker, without /v1.")],
+    pool: Annotated[str | None, typer.Option(help="Its pool; left out where there is one.")] = None,
+    worker_id: Annotated[str | None, typer.Option("--id", help="Its id.")] = None,
+    kv_events: Annotated[str | None, typer.Option(help="Where it publishes KV events.")] = None,
+    kv_replay: Annotated[str | None, typer.Option(help="Where it replays them.")] = None,
+    gateway: GatewayOption = DEFAULT_GATEWAY,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Have a worker join a pool, if `worker_allow` lets it be where it is."""
+    from gateway.client import post_json, workers_table
+
+    said = {"url": url, "pool": pool, "id": worker_id, "kv_events": kv_events}
+    said["kv_replay"] = kv_replay
+    body = {name: value for name, value in said.items() if value is not None}
+    answer = post_json(gateway, "/admin/v1/workers", body, token)
+    print(json.dumps(answer, indent=2) if as_json else workers_table(answer["workers"]))
+
+
+@workers_app.command("remove")
+def workers_remove(
+    worker: Annotated[str, typer.Argument(help="Id of the worker, as `workers list` shows it.")],
+    gateway: GatewayOption = DEFAULT_GATEWAY,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take a worker out of its pool; its running requests go on."""
+    from urllib.parse import quote
+
+    from gateway.client import delete_json
+
+    answer = delete_json(gateway, f"/admin/v1/workers/{quote(worker, safe='')}", token)
+    print(json.dumps(answer, indent=2) if as_json else f"removed {answer['removed']}")
+
+
 @workers_app.command("drain")
 def workers_drain(
     worker: Annotated[str, typer.Argument(help="Id of the worker, as `workers list` shows it.")],

@@ -35,6 +35,11 @@ def post_json(base: str, path: str, body: object, token: str | None) -> dict[str
     return _call("POST", base, path, body, token)
 
 
+def delete_json(base: str, path: str, token: str | None) -> dict[str, Any]:
+    """DELETE ``path`` and return the JSON object; errors as in :func:`get_json`."""
+    return _call("DELETE", base, path, None, token)
+
+
 def workers_table(workers: list[dict[str, Any]]) -> str:
     """Return the workers as an aligned table."""
     rows = [COLUMNS, *(_worker_row(worker) for worker in workers)]

@@ -268,3 +268,26 @@ async def test_a_worker_drops_its_cache_by_command_and_one_that_cannot_says_so(
         assert (status, refused["error"]["code"]) == (502, "cache_not_reset")
         status, _ = await gateway.post("/admin/v1/workers/nobody/reset", {})
         assert status == 404
+
+
+async def test_a_worker_joins_and_leaves_by_command(smollm2_dir: Path) -> None:
+    fake = CachingEngine()
+    async with (
+        RawEngine(fake.respond) as first,
+        RawEngine(fake.respond) as second,
+        running_gateway(first.url, engine="vllm", tokenizer=str(smollm2_dir)) as gateway,
+    ):
+        at = ("--gateway", gateway.url)
+        added = await warmlane("workers", "add", second.url, "--id", "new", *at)
+        twice = await warmlane("workers", "add", second.url, "--id", "new", *at)
+        outside = await warmlane("workers", "add", "http://203.0.113.5:8000", *at)
+        listed = json.loads((await warmlane("workers", "list", *at, "--json")).stdout)
+        removed = await warmlane("workers", "remove", "new", *at)
+        unknown = await warmlane("workers", "remove", "new", *at)
+
+    assert (added.returncode, added.stderr) == (0, "")
+    assert added.stdout.splitlines()[1].split()[0] == "new"
+    assert [row["id"] for row in listed["workers"]] == ["w0", "new"]
+    assert (twice.returncode, outside.returncode, unknown.returncode) == (1, 1, 1)
+    assert "worker_allow" in outside.stderr
+    assert (removed.returncode, removed.stdout) == (0, "removed new\n")
