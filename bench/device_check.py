@@ -2,7 +2,7 @@
 
 One JSON line per stage, on stdout. A stage that fails is a line with its reason and the next one
 goes on; after 460 seconds nothing more is begun and what runs is interrupted. Models have random,
-seeded weights of an 8B model's shape; only the last stage needs weights (``make weights``).
+seeded weights of an 8B model's shape; the server's is a small one.
 ``--dry-run`` goes through every stage on a CPU with small sizes, the kernels in Triton's
 interpreter: it shows that the script works, and its times mean nothing. ``--only NAME`` runs one
 stage. The folder that the disk is measured in is ``DEVICE_CHECK_DIR`` or the system's.
