@@ -185,6 +185,9 @@ class MissReport:
         try:
             while self._queue:
                 finished = self._queue.popleft()
+                if self._credit_cpu_s <= 0.0:  # those before it took more than was thought
+                    self.tally.count("not_compared")
+                    continue
                 try:
                     await self._compare(finished)
                 except Exception as error:  # a report must never end because of one odd body
