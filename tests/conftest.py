@@ -6,6 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+# Triton interprets on the CPU; 0 on a machine with a GPU. Before any other import: transformers
+# imports triton, and whoever imports it first decides.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import pytest
 
 from runner.config import PoolSize, RunnerConfig
