@@ -25,7 +25,8 @@ def insert(body: bytes, put: Mapping[str, bytes]) -> bytes:
     """
     end = body.rindex(b"}")
     added = b"".join([b"," + orjson.dumps(name) + b":" + value for name, value in put.items()])
-    return b"".join((body[:end], added, body[end:]))
+    view = memoryview(body)  # a slice would be a second copy
+    return b"".join((view[:end], added, view[end:]))
 
 
 def splice(

@@ -32,6 +32,9 @@ MAX_LAST_CHOICES = 8
 _BOUNDARIES = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _BOUNDARY = re.compile(rb"(?:\r\n\r\n|\n\n|\r\r)")
 _NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
+# What ends with an event that has choices has none with usage alone: that one comes behind them.
+_CHOICES_END = b"}]}\n\n"
+_COUNTS = b'"prompt_tokens"'
 _DONE = b"[DONE]"
 # A delta with none but these says that a message begins, not what is in it.
 _EMPTY_DELTA_KEYS = frozenset(("role",))
@@ -60,19 +63,19 @@ class StreamObserver:
         has_token: Whether an event with content, a tool call or text has gone by.
         is_mid_event: Whether the bytes passed on so far end inside an event.
         first: The first event that is an object.
-        num_events: How many events have gone by, about.
     """
 
     __slots__ = (
         *("_held", "_strips_usage", "_tail", "_tail_bytes", "first", "has_token", "is_mid_event"),
-        "num_events",
+        *("_event_bytes", "_num_bytes"),
     )
 
     def __init__(self, *, strips_usage: bool = False) -> None:
         self.has_token = False
         self.is_mid_event = False
         self.first: dict[str, Any] | None = None
-        self.num_events = 0
+        self._num_bytes = 0
+        self._event_bytes = 1
         self._strips_usage = strips_usage
         self._held = bytearray()
         self._tail: list[bytes] = []
@@ -88,14 +91,20 @@ class StreamObserver:
             self.is_mid_event = False
         if not self.has_token:
             self._look_for_token(data)
-        self.num_events += data.count(b"\n\n") or 1
+        size = len(data)
+        self._num_bytes += size
         self._tail.append(data)
-        self._tail_bytes += len(data)
+        self._tail_bytes += size
         if self._tail_bytes > 2 * TAIL_BYTES:
             self._trim()
-        if self._strips_usage and b"[]" in data:
+        if self._strips_usage and not data.endswith(_CHOICES_END) and _COUNTS in data:
             return _without_usage(data)
         return data
+
+    @property
+    def num_events(self) -> int:
+        """How many events have gone by, if all were as long as the first with a token."""
+        return self._num_bytes // self._event_bytes
 
     def rest(self) -> bytes:
         """Return the bytes held back because their event never ended."""
@@ -129,6 +138,7 @@ class StreamObserver:
             self.first = self.first or document
             if self._is_token(document):
                 self.has_token = True
+                self._event_bytes = len(data) // (data.count(b"\n\n") or 1)
                 return
 
     def _is_token(self, document: dict[str, Any]) -> bool:
