@@ -73,6 +73,7 @@ def test_what_cannot_change_keeps_its_value_and_is_named(new: dict[str, Any], na
     settings, kept = merged(old, settings_of(new))
     assert name in kept
     assert settings == old
+    assert merged(settings, settings_of(new)) == (settings, kept)
 
 
 CHANGING: list[dict[str, Any]] = [
