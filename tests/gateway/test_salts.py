@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -34,10 +35,13 @@ from tests.gateway.tenancy_parts import (
 )
 from tests.live_runner import LiveRunner
 from tests.support import poll_until
+from tests.valkey import Valkey, valkey
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
+
+__all__ = ["valkey"]
 
 SECURITY = {"salt_secret_env": "SALT"}
 ISOLATED = [tenant | {"isolate_cache": True} for tenant in (T1, T2)]
@@ -160,7 +164,9 @@ def runner(smollm2_dir: Path) -> Iterator[LiveRunner]:
 
 
 @asynccontextmanager
-async def over(runner: LiveRunner, **config: Any) -> AsyncIterator[Serving]:
+async def over(
+    runner: LiveRunner, *, is_second: bool = False, **config: Any
+) -> AsyncIterator[Serving]:
     """Serve over the runner, emptied, once its events are followed."""
     pool = {
         "name": "chat",
@@ -179,7 +185,10 @@ async def over(runner: LiveRunner, **config: Any) -> AsyncIterator[Serving]:
         try:
             (worker,) = gateway.fleet.pools[0].workers.values()
             await poll_until(
-                lambda: bool(gateway.fleet.feeds) and worker.mode == "exact",
+                lambda: (
+                    # Of gateways that share an index, one follows.
+                    worker.mode == "exact" and (bool(gateway.fleet.feeds) or is_second)
+                ),
                 deadline_s=30.0,
                 what="it is followed",
             )
@@ -266,3 +275,44 @@ async def test_explain_tells_what_a_tenants_request_will_meet(runner: LiveRunner
     assert told["t1"]["decision"]["hit_tokens"] == predicted == observed > 0
     assert told["t2"]["decision"]["hit_tokens"] == 0
     assert told["t1"]["block_hashes"] != told["t2"]["block_hashes"]
+
+
+# Over Redis.
+
+
+async def test_gateways_share_budgets_and_tell_redis_no_salt_and_no_key(
+    runner: LiveRunner, valkey: Valkey
+) -> None:
+    tenants = [tenant | {"tokens_per_min": 5000} for tenant in ISOLATED]
+    shared = {"index": {"backend": "redis", "url": valkey.url, "timeout_ms": 1000}}
+    config = {"tenants": tenants, "security": SECURITY} | shared
+    async with over(runner, **config) as first, over(runner, is_second=True, **config) as second:
+        for gw in (first, second):
+            spending = gw.gateway.spending
+            assert spending is not None
+            await poll_until(lambda s=spending: s.num_gateways == 2, what="both are heard")
+        asked = asking(MEMO) | {"max_tokens": 1}
+        await hits(first, "key-t1", asked)
+        await hits(first, "key-t1", asked)
+        budgets = second.gateway.tenancy.budgets
+        budget = budgets.get("t1")
+        assert budget is not None
+        await poll_until(lambda: budgets.remaining(budget)["tokens"] < 4900, what="it is told")
+        told = int((await second.post(CHAT, asked, bearer("key-t1")))[2]
+                   ["x-ratelimit-remaining-tokens"])  # fmt: skip
+        assert told < 4700
+        # The other gateway's blocks are known here, under the tenant's salt and no other.
+        predicted, observed = await hits(second, "key-t1", asked)
+        assert predicted == observed > 150
+        await settled(first)
+        dump = b""
+        with valkey.client() as client:
+            for key in client.scan_iter():
+                dump += key + (client.dump(key) or b"")
+
+    assert b"warmlane" in dump
+    secrets = [salt_of(KEYS["SALT"].encode(), name) for name in ("t1", "t2")]
+    for secret in (*secrets, *KEYS.values()):
+        assert secret.encode() not in dump
+        with contextlib.suppress(ValueError):
+            assert bytes.fromhex(secret) not in dump
