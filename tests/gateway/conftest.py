@@ -19,7 +19,7 @@ ON_BOTH_FRONTS = frozenset(
         *("test_http", "test_faults", "test_proxy", "test_server", "test_api_openai"),
         *("test_smuggling", "test_routes_http", "test_tls", "test_limits", "test_anthropic"),
         *("test_surfaces", "test_include_usage", "test_cases_protocol", "test_cases_transport"),
-        "test_cases_security",
+        *("test_cases_security", "test_deadline", "test_resilience"),
         "test_fault_matrix",
     )
 )
