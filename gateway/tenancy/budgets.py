@@ -33,28 +33,19 @@ class Budget:
 
     Args:
         tenant: Its name.
-        requests_per_min: None = no limit.
-        tokens_per_min: None = no limit.
-        now_s: Monotonic seconds.
+        buckets: By resource, those that are limited.
 
     Attributes:
-        buckets: By resource, those that are limited.
+        buckets: As given.
     """
 
     __slots__ = ("buckets", "requests", "tenant", "tokens")
 
-    def __init__(
-        self,
-        tenant: str,
-        requests_per_min: int | None,
-        tokens_per_min: int | None,
-        now_s: float,
-    ) -> None:
+    def __init__(self, tenant: str, buckets: dict[str, Bucket]) -> None:
         self.tenant = tenant
-        self.requests = None if requests_per_min is None else Bucket(requests_per_min, now_s)
-        self.tokens = None if tokens_per_min is None else Bucket(tokens_per_min, now_s)
-        named = ((REQUESTS, self.requests), (TOKENS, self.tokens))
-        self.buckets = {name: bucket for name, bucket in named if bucket is not None}
+        self.buckets = buckets
+        self.requests = buckets.get(REQUESTS)
+        self.tokens = buckets.get(TOKENS)
 
     def take(self, tokens: int, now_s: float) -> tuple[str, float]:
         """Charge one request of ``tokens``, or say what is short and for how long.
@@ -154,6 +145,8 @@ class Budgets:
         self.num_refused: Counter[tuple[str, str]] = Counter()
         self._clock = clock
         self._budgets: dict[str, Budget] = {}
+        # All there ever were: a configuration names few in a process's life.
+        self._known: dict[tuple[str, str], Bucket] = {}
         self._share, self._is_alone = 1.0, False
 
     def __iter__(self) -> Iterator[Budget]:
@@ -165,20 +158,27 @@ class Budgets:
 
     def reload(self, tenants: tuple[TenantConfig, ...]) -> None:
         """Have these tenants' limits from now on; what was spent stays spent."""
-        now_s = self._clock()
-        before, self._budgets = self._budgets, {}
+        self._budgets = {}
         for config in tenants:
-            limits = (config.requests_per_min, config.tokens_per_min)
-            if limits == (None, None):
-                continue
-            budget = Budget(config.name, *limits, now_s)
-            known = before.get(config.name)
-            if known is not None and known.buckets.keys() == budget.buckets.keys():
-                for name, bucket in known.buckets.items():
-                    bucket.resize(budget.buckets[name].limit, now_s)
-                budget = known
-            self._budgets[config.name] = budget
+            limits = {REQUESTS: config.requests_per_min, TOKENS: config.tokens_per_min}
+            buckets = {
+                name: self._bucket(config.name, name, limit)
+                for name, limit in limits.items()
+                if limit is not None
+            }
+            if buckets:
+                self._budgets[config.name] = Budget(config.name, buckets)
         self.set_share(self._share, is_alone=self._is_alone)
+
+    def _bucket(self, tenant: str, resource: str, limit: int) -> Bucket:
+        """Return a bucket, the one from before if there was one: others know its spending."""
+        now_s = self._clock()
+        known = self._known.get((tenant, resource))
+        if known is None:
+            known = self._known[tenant, resource] = Bucket(limit, now_s)
+        else:
+            known.resize(limit, now_s)
+        return known
 
     def set_share(self, share: float, *, is_alone: bool) -> None:
         """Say which part of all budgets is this gateway's, and whether others are not heard."""

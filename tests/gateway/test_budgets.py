@@ -142,10 +142,29 @@ def test_another_limit_keeps_what_was_spent() -> None:
 
     budgets.reload((ACME.model_copy(update={"tokens_per_min": 7000}),))
 
-    assert budgets.get("acme") is budget
+    budget = budgets.get("acme")
+    assert budget is not None
     assert budgets.remaining(budget)["tokens"] == pytest.approx(1000)
+    # Gone and there again, it has not forgotten; nor is there a way around it by what is limited.
     budgets.reload(())
     assert budgets.get("acme") is None
+    budgets.reload((ACME.model_copy(update={"requests_per_min": None}),))
+    budget = budgets.get("acme")
+    assert budget is not None
+    assert budgets.remaining(budget) == {"tokens": pytest.approx(0)}
+
+
+def test_a_budget_that_is_configured_anew_gives_nothing_back_elsewhere() -> None:
+    fleet = Fleet(2)
+    for _ in range(20):
+        assert fleet.ask(0)
+        fleet.beat(0.01)
+    before = fleet.balance(1)
+    for limits in ({"tokens_per_min": None}, {"requests_per_min": 60}):
+        fleet.gateways[0]._budgets.reload((ACME.model_copy(update=limits),))
+        fleet.beat(0.01)
+
+    assert fleet.balance(1) == pytest.approx(before, abs=0.1)
 
 
 # Settling.
