@@ -110,7 +110,6 @@ class Gateway:
         self.dispatcher = make_dispatcher(settings, self.fleet.pools, on_finish=self._finished)
         self.telemetry = Telemetry()
         self.telemetry.register(MissCollector(self.misses))
-        self.telemetry.register(TenancyCollector(self.tenancy))
         self.telemetry.register(FleetCollector(self.fleet, self.telemetry, time.monotonic))
         self.telemetry.register(DispatchCollector(self.dispatcher))
         logs_requests = settings.telemetry.log_level in ("debug", "info")
@@ -124,6 +123,7 @@ class Gateway:
         memory = FirstSeenMemory(time.monotonic)
         if self.link is not None:
             memory = self._share_over(self.link)
+        self.telemetry.register(TenancyCollector(self.tenancy, self.spending))
         self.rewriters = make_rewriters(settings, memory)
         self._unfollow, self.fleet.on_gone = self.fleet.on_gone, self._gone
         self.fleet.on_left = self._left

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
+    from gateway.tenancy.exchange import BudgetExchange
     from gateway.tenancy.tenancy import Tenancy
 
 
@@ -20,10 +21,12 @@ class TenancyCollector(Collector):
 
     Args:
         tenancy: The one.
+        exchange: Of its budgets with other gateways; None = it has them alone.
     """
 
-    def __init__(self, tenancy: Tenancy) -> None:
+    def __init__(self, tenancy: Tenancy, exchange: BudgetExchange | None = None) -> None:
         self._tenancy = tenancy
+        self._exchange = exchange
 
     def describe(self) -> Iterable[Metric]:
         """Nothing to check for duplicates: names here are used nowhere else."""
@@ -42,6 +45,8 @@ class TenancyCollector(Collector):
         yield refused
         yield from self._budgets()
         yield from self._files()
+        if self._exchange is not None:
+            yield from _exchange(self._exchange)
 
     def _budgets(self) -> Iterator[Metric]:
         budgets = self._tenancy.budgets
@@ -81,3 +86,24 @@ class TenancyCollector(Collector):
             errors.add_metric((tenant,), keyring.num_errors[tenant])
             reloads.add_metric((tenant,), keyring.num_reloads[tenant])
         yield from (errors, reloads)
+
+
+def _exchange(exchange: BudgetExchange) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "warmlane_budget_gateways",
+        "Gateways that share the tenants' budgets, this one among them",
+        exchange.num_gateways,
+    )
+    yield GaugeMetricFamily(
+        "warmlane_budget_connected",
+        "1 = other gateways' spending is heard, 0 = this one keeps to its share",
+        float(exchange.is_connected),
+    )
+    errors = CounterMetricFamily(
+        "warmlane_budget_exchange_errors",
+        "Reports of spending that were broken or could not be sent or heard",
+        labels=("kind",),
+    )
+    for kind, count in sorted(exchange.errors.items()):
+        errors.add_metric((kind,), count)
+    yield errors

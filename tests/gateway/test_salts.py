@@ -298,6 +298,9 @@ async def test_gateways_share_budgets_and_tell_redis_no_salt_and_no_key(
         budget = budgets.get("t1")
         assert budget is not None
         await poll_until(lambda: budgets.remaining(budget)["tokens"] < 4900, what="it is told")
+        _, metrics, _ = await second.get("/metrics")
+        assert b"warmlane_budget_gateways 2.0" in metrics
+        assert b"warmlane_budget_connected 1.0" in metrics
         told = int((await second.post(CHAT, asked, bearer("key-t1")))[2]
                    ["x-ratelimit-remaining-tokens"])  # fmt: skip
         assert told < 4700
