@@ -35,7 +35,15 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         *("_head_bytes", "_headers", "_is_head_request", "_is_interim", "_is_message_complete"),
-        *("_is_paused", "_is_reusable", "_is_stray", "_is_until_close", "_parser", "_pieces"),
+        *(
+            "_is_paused",
+            "_is_reusable",
+            "_is_stray",
+            "_is_until_close",
+            "_num_pieces",
+            "_parser",
+            "_pieces",
+        ),
         *("_response", "_stale_before_s", "_total_s", "_transport", "_upstream"),
         *("deadline_s", "head_done", "idle_since_s", "loop", "on_body"),
     )
@@ -58,6 +66,7 @@ class Connection(asyncio.Protocol):
         self._is_until_close = False
         self._is_message_complete = False
         self._is_stray = False
+        self._num_pieces = 0  # of the answer, once it is complete
         self._is_paused = False
         self._is_reusable = False
         self._stale_before_s = 0.0
@@ -230,6 +239,7 @@ class Connection(asyncio.Protocol):
             self._is_interim = False
         else:
             self._is_message_complete = True
+            self._num_pieces = len(self._pieces)
             # Only meaningful here: the parser forgets the framing when this callback returns.
             self._is_reusable = self._parser.should_keep_alive()
 
@@ -237,6 +247,9 @@ class Connection(asyncio.Protocol):
 
     def _deliver_pieces(self) -> None:
         pieces = self._pieces
+        if self._is_stray and self._is_message_complete:
+            # What the parser read behind the answer came from another one, which nobody asked for.
+            del pieces[self._num_pieces :]
         if self._is_head_request:
             # The parser cannot know that no body follows whatever the headers say.
             pieces.clear()

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from tests.fakes.engine import openai_engine
+from tests.fakes.engine import End, RawEngine, openai_engine
 from tests.fakes.gateway import CHAT, RawClient, chat, gateway, wire
 from tests.support import poll_until
 
@@ -174,3 +174,75 @@ async def test_a_client_that_asks_to_close_is_closed(close: str) -> None:
     assert statuses == [200]
     assert b"connection: close" in got.lower()
     assert len(engine.seen) == 1
+
+
+def answered(*lines: bytes, body: bytes = b"{}") -> bytes:
+    """A worker's answer with ``lines`` as they are."""
+    return b"HTTP/1.1 200 OK\r\n" + b"".join(lines) + b"\r\n" + body
+
+
+TWO = b"content-length: 2\r\n"
+CHUNKED_TWO = b"2\r\n{}\r\n0\r\n\r\n"
+ANSWERS = {
+    "bare LF after a header": answered(b"x-a: b\n", TWO),
+    "bare LF hides a header": answered(b"x-a: b\nset-cookie: c\r\n", TWO),
+    "bare CR": answered(b"x-a: b\rset-cookie: c\r\n", TWO),
+    "folded line": answered(b"x-a: b\r\n c\r\n", TWO),
+    "NUL in a value": answered(b"x-a: b\0\r\n", TWO),
+    "space before the colon": answered(b"content-length : 2\r\n"),
+    "no colon": answered(b"x-a\r\n", TWO),
+    "name that is no token": answered(b"x(a): b\r\n", TWO),
+    "two lengths": answered(TWO, b"content-length: 3\r\n"),
+    "list of lengths": answered(b"content-length: 2, 2\r\n"),
+    "signed length": answered(b"content-length: +2\r\n"),
+    "length beyond 64 bits": answered(b"content-length: 99999999999999999999999\r\n"),
+    "length and chunked": answered(TWO, CHUNKED, body=CHUNKED_TWO),
+    "chunked and length": answered(CHUNKED, TWO, body=CHUNKED_TWO),
+    "chunk size is no number": answered(CHUNKED, body=b"zz\r\n{}\r\n0\r\n\r\n"),
+    "signed chunk size": answered(CHUNKED, body=b"+2\r\n{}\r\n0\r\n\r\n"),
+    "chunk longer than its size": answered(CHUNKED, body=b"1\r\n{}\r\n0\r\n\r\n"),
+    "bare LF after a size": answered(CHUNKED, body=b"2\n{}\r\n0\r\n\r\n"),
+    "status that is no number": b"HTTP/1.1 2x0 OK\r\n" + TWO + b"\r\n{}",
+    "another protocol": b"ICY 200 OK\r\n" + TWO + b"\r\n{}",
+}
+
+
+@pytest.mark.parametrize("data", ANSWERS.values(), ids=ANSWERS)
+async def test_an_answer_that_could_be_read_two_ways_reaches_no_client(data: bytes) -> None:
+    late = answered(TWO, body=b"[]")
+    async with RawEngine() as engine, gateway(engine.url) as gw:
+        engine.scripts.append([data + late, End.HANG])
+        client = await RawClient.connect(gw.port)
+        got = []
+        for _ in range(2):
+            await client.send(wire(BODY))
+            async with asyncio.timeout(5):
+                status, headers = await client.head()
+                body = await client.reader.readexactly(int(headers["content-length"]))
+            got.append((status, body, "set-cookie" in headers))
+        await client.close()
+
+    assert got[0][0] == 502
+    assert json.loads(got[0][1])["error"]["type"] == "api_error"
+    # What stood behind the answer is nobody's, least of all the next client's.
+    assert got[1] == (200, b"{}", False)
+
+
+@pytest.mark.parametrize(
+    ("lines", "body"),
+    [
+        pytest.param([TWO], b"{}", id="sized"),
+        pytest.param([CHUNKED], CHUNKED_TWO, id="chunked"),
+        pytest.param([CHUNKED], b"2;a=b\r\n{}\r\n0\r\nx-t: 1\r\n\r\n", id="with a trailer"),
+    ],
+)
+async def test_a_second_answer_behind_the_first_is_thrown_away(
+    lines: list[bytes], body: bytes
+) -> None:
+    poison = answered(TWO, body=b"[]")
+    async with RawEngine() as engine, gateway(engine.url) as gw:
+        engine.scripts.append([answered(*lines, body=body) + poison, End.HANG])
+        bodies = [(await gw.post())[1] for _ in range(2)]
+
+    assert bodies == [b"{}", b"{}"]
+    assert engine.num_connections == 2
