@@ -190,7 +190,7 @@ async def load(port: int, streams: int, seconds: float, pid: int | None) -> dict
         await asyncio.sleep(2.0 / streams)
     await asyncio.sleep(2.0)
     Client.delays_ms, Client.changes_ms = [], []
-    cpu_s = cpu(pid)
+    cpu_s, waited_s = cpu(pid), waited(pid)
     await asyncio.sleep(seconds)
     delays, changes = Client.delays_ms, Client.changes_ms
     broken = sum(client.is_broken for client in clients)
@@ -201,7 +201,9 @@ async def load(port: int, streams: int, seconds: float, pid: int | None) -> dict
         "delay_ms": quantiles(delays),
         "gap_change_ms": quantiles(changes),
         "rss_mb": rss_mb(pid),
-        "cpu_share": None if pid is None else round((cpu(pid) - cpu_s) / seconds, 3),
+        "cpu_share": round((cpu(pid) - cpu_s) / seconds, 3),
+        # Ready to run and not running, since others had the processors.
+        "waiting_share": round((waited(pid) - waited_s) / seconds, 3),
     }
     for client in clients:
         client.transport.abort()
@@ -248,12 +250,16 @@ def cpu(pid: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / 100
 
 
+def waited(pid: int | None) -> float:
+    return 0.0 if pid is None else int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+
+
 @contextlib.contextmanager
-def running(target: Callable[..., None], *args: object) -> Iterator[None]:
+def running(target: Callable[..., None], *args: object) -> Iterator[int | None]:
     process = multiprocessing.Process(target=target, args=args, daemon=True)
     process.start()
     try:
-        yield
+        yield process.pid
     finally:
         process.terminate()
         process.join()
@@ -302,9 +308,9 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     relay_port = free_port()
     with running(run_engine, engine_port, args.streams / args.chunks_per_s):
         await wait_for(engine_port)
-        with running(run_relay, relay_port, engine_port):
+        with running(run_relay, relay_port, engine_port) as relay_pid:
             await wait_for(relay_port)
-            found["relay"] = await load(relay_port, args.streams, args.seconds, None)
+            found["relay"] = await load(relay_port, args.streams, args.seconds, relay_pid)
         with gateway(port, engine_port, args.front) as pid:
             await wait_for(port)
             await asyncio.sleep(1.0)
