@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from gateway.errors import DeadlineExceeded, InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping
+    from collections.abc import Awaitable
 
 _T = TypeVar("_T")
 
@@ -24,11 +24,11 @@ HEADER = "x-request-timeout"
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
-def deadline_of(headers: Mapping[str, str], started_s: float, now_s: float) -> float | None:
-    """Return when a request's time is over (monotonic); None if its client does not say.
+def deadline_of(given: str, started_s: float, now_s: float) -> float:
+    """Return when a request's time is over (monotonic).
 
     Args:
-        headers: The client's, names in lower case.
+        given: The value of its ``x-request-timeout``.
         started_s: When the request came.
         now_s: What time it is.
 
@@ -36,9 +36,6 @@ def deadline_of(headers: Mapping[str, str], started_s: float, now_s: float) -> f
         InvalidRequest: If what is said is no positive number of seconds.
         DeadlineExceeded: If it is over already.
     """
-    given = headers.get(HEADER)
-    if given is None:
-        return None
     timeout_s = float(given) if _SECONDS.fullmatch(given) else 0.0
     if timeout_s <= 0.0:
         raise InvalidRequest(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gateway.errors import ModelNotFound
-from gateway.proxy.deadline import deadline_of
+from gateway.proxy.deadline import HEADER, deadline_of
 from gateway.proxy.headers import to_worker
 from gateway.proxy.retry import RetryBudget
 from gateway.proxy.sending import Form, Sending
@@ -83,7 +83,9 @@ class Proxy:
         Raises:
             GatewayError: If no answer of a worker can be given to the client.
         """
-        inbound.deadline_s = deadline_of(exchange.headers, started_s, self.clock())
+        timeout = exchange.headers.get(HEADER)
+        if timeout is not None:
+            inbound.deadline_s = deadline_of(timeout, started_s, self.clock())
         target = self.dispatcher.target(inbound)
         if target is None:
             raise ModelNotFound(
@@ -136,8 +138,10 @@ class Proxy:
 
     def budget(self, pool: Pool) -> RetryBudget:
         """Return the retry budget of a pool."""
+        ratio = self.limits.retry_ratio if pool.retry is None else pool.retry.budget
         budget = self._budgets.get(pool.name)
         if budget is None:
-            ratio = self.limits.retry_ratio if pool.retry is None else pool.retry.budget
             budget = self._budgets[pool.name] = RetryBudget(ratio, self.clock)
+        # A reload of the configuration may have changed it.
+        budget.ratio = ratio
         return budget

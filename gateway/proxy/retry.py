@@ -29,27 +29,30 @@ class RetryBudget:
         ratio: Retries that one request pays for, 0 to 1. With 0 there are none at all.
         clock: Monotonic seconds.
 
+    Attributes:
+        ratio: As given; may be changed at any time.
+
     Source: Finagle's RetryBudget (ratio plus a minimum rate).
     """
 
     def __init__(self, ratio: float, clock: Callable[[], float]) -> None:
-        self._ratio = ratio
+        self.ratio = ratio
         self._clock = clock
         self._saved = MAX_SAVED / 2 if ratio else 0.0
         self._filled_at_s = clock()
 
     def deposit(self) -> None:
         """Account for one request."""
-        self._saved = min(MAX_SAVED, self._saved + self._ratio)
+        self._saved = min(MAX_SAVED, self._saved + self.ratio)
 
     def take(self) -> bool:
         """Spend one retry; False when there is none left."""
         now_s = self._clock()
-        if self._ratio:
+        if self.ratio:
             earned = (now_s - self._filled_at_s) * MIN_RETRIES_PER_S
             self._saved = min(MAX_SAVED, self._saved + earned)
         self._filled_at_s = now_s
-        if self._saved < 1.0:
+        if self._saved < 1.0 or not self.ratio:
             return False
         self._saved -= 1.0
         return True

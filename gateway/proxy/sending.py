@@ -30,6 +30,7 @@ from gateway.routing.dispatch import GateFull, GateTimeout, Outcome
 if TYPE_CHECKING:
     from gateway.front.exchange import Exchange
     from gateway.proxy.forward import Proxy
+    from gateway.proxy.outbound import Outbound
     from gateway.proxy.ways import Way
     from gateway.routing.dispatch import Decision, Inbound, Plan, Ticket
     from gateway.telemetry.record import RequestRecord
@@ -204,11 +205,12 @@ class Sending:
         upstream, limits = ticket.worker.upstream, self._proxy.limits
         if upstream is None:
             raise LookupError(f"worker {ticket.worker.id} has no connections")
-        left_s, headers = self._left_s(ticket), self._headers
-        if left_s is not None:
-            headers += line_of(left_s)
+        headers, deadline_s = self._headers, self._inbound.deadline_s
+        if deadline_s is not None:
+            headers += line_of(self._left_s(ticket, deadline_s))
         said = (self._plan, ticket, headers, self._body, self._proxy.offload_put)
-        out = outbound(*said) if self._way is None else await self._way.say(Sent(*said))
+        out = outbound(*said) if self._way is None else await self._say(self._way, Sent(*said))
+        left_s = None if deadline_s is None else self._left_s(ticket, deadline_s)
         self._record.offload_tokens = out.offload_tokens
         asked = upstream.request(
             "POST",
@@ -257,15 +259,23 @@ class Sending:
         finally:
             answer.close()
 
-    def _left_s(self, ticket: Ticket) -> float | None:
-        """Return what is left of the client's time; None if it does not say.
+    async def _say(self, way: Way, sent: Sent) -> Outbound:
+        """Say it in another way, for which the worker may have to be asked something."""
+        deadline_s = self._inbound.deadline_s
+        if deadline_s is None:
+            return await way.say(sent)
+        try:
+            return await within(self._left_s(sent.ticket, deadline_s), way.say(sent))
+        except TimeoutError as error:
+            raise self._late(sent.ticket) from error
+
+    def _left_s(self, ticket: Ticket, deadline_s: float) -> float:
+        """Return what is left of the client's time.
 
         Raises:
             DeadlineExceeded: If nothing is.
         """
-        if self._inbound.deadline_s is None:
-            return None
-        left_s = self._inbound.deadline_s - self._proxy.clock()
+        left_s = deadline_s - self._proxy.clock()
         if left_s <= 0.0:
             raise self._late(ticket)
         return left_s

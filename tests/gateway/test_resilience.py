@@ -20,6 +20,7 @@ from gateway.proxy.limits import Limits
 from gateway.proxy.retry import MAX_SAVED, retry_after_s
 from gateway.routing.health import Breaker
 from gateway.routing.metrics import DispatchCollector
+from gateway.routing.pool import Retry
 from tests.fakes.engine import (
     DONE,
     FINISH,
@@ -216,6 +217,17 @@ async def test_retries_are_a_fifth_of_the_requests_when_all_workers_fail(behavio
     assert all(status >= 429 for status, _, _ in answers)
     if behaviour in ("fin", "rst", "503"):
         assert refused > num_requests / 2
+
+
+async def test_another_budget_holds_from_the_next_request_on() -> None:
+    async with RawEngine(BEHAVIOURS["fin"]) as engine, gateway(engine.url, engine.url) as gw:
+        attempts = []
+        for budget in (0.2, 0.0, 0.2):
+            gw.pools[0].retry = Retry(budget, 2)
+            await gw.post()
+            attempts.append(gw.records[-1].attempts)
+
+    assert attempts == [2, 1, 2]
 
 
 async def test_a_worker_that_failed_is_not_asked_again_by_the_same_request() -> None:
