@@ -42,7 +42,8 @@ def to_message(completion: Any, *, model: str, stop_sequences: Collection[str]) 
     if isinstance(said.get("content"), str) and said["content"]:
         content.append({"type": "text", "text": said["content"]})
     calls = said.get("tool_calls")
-    content += [_tool_use(call) for call in calls or () if isinstance(call, dict)]
+    calls = calls if isinstance(calls, list) else []
+    content += [_tool_use(call) for call in calls if isinstance(call, dict)]
     reason, sequence = stop_of(choice, stop_sequences)
     message = {
         "id": message_id(completion),

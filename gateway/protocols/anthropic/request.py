@@ -26,7 +26,7 @@ _LEFT_OUT = frozenset(
 )
 # Members without a counterpart that would have the model do something else.
 _REFUSED = ("mcp_servers",)
-_TOOL_CHOICES: dict[object, str] = {"auto": "auto", "any": "required", "none": "none"}
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _add_tools(chat: dict[str, Any], body: Mapping[str, Any]) -> None:
     kind = choice.get("type")
     if kind == "tool":
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in _TOOL_CHOICES:
+    elif isinstance(kind, str) and kind in _TOOL_CHOICES:
         chat["tool_choice"] = _TOOL_CHOICES[kind]
     else:
         raise _refused("tool_choice", "tool_choice.type: expected auto, any, tool or none.")
