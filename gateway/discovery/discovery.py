@@ -183,7 +183,9 @@ class Discovery:
                     continue
                 want = self._placed(found, configs[name], members, refused)
                 if want is not None:
-                    refused.pop(worker_id, None)  # another pool's source may have found it first
+                    # It may have been found before, in another state or by another pool's source.
+                    refused.pop(worker_id, None)
+                    self.waiting.pop(worker_id, None)
                     wanted[worker_id] = want
                     urls[found.worker.url] = worker_id
         return wanted
@@ -198,7 +200,9 @@ class Discovery:
         """Return where a worker belongs; None if nowhere, or not yet."""
         worker = found.worker
         key = worker.id, worker.url
-        if not found.is_ready and worker.id not in members:
+        member = members.get(worker.id)
+        is_member = member is not None and member.config.url == worker.url
+        if not found.is_ready and not is_member:
             self.waiting[worker.id] = own.name
             return None
         told = self._told.get(key)
