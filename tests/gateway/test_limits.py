@@ -11,6 +11,7 @@ import pytest
 
 from gateway.proxy.limits import Limits
 from tests.fakes.engine import End, RawEngine, content, head, openai_engine, stream
+from tests.fakes.engine import answer as served
 from tests.fakes.gateway import CHAT, Gateway, RawClient, chat, gateway, wire
 from tests.support import poll_until
 
@@ -227,4 +228,65 @@ async def test_ipv6_clients_are_served() -> None:
             await client.send(data)
             status, _, _ = await answer(client)
             assert status == (200 if data.startswith(b"POST") else 405)
+        await client.close()
+
+
+async def test_a_slow_reader_never_grows_what_is_held_for_it() -> None:
+    """A flood from the worker, half a megabyte at a time to the client: what lies in between."""
+    big = content("x" * 60_000)
+    async with RawEngine() as engine, gateway(engine.url) as gw:
+        engine.scripts.append(stream(*[big] * 400, content("", "stop")))
+        client = await RawClient.connect(gw.port)
+        await client.send(wire(json.dumps(chat(stream=True)).encode()))
+        upstream = gw.pools[0].workers["w0"].upstream
+        assert upstream is not None
+        got, most = 0, 0
+        while got < 400 * len(big):
+            data = await client.reader.read(1 << 19)
+            assert data
+            got += len(data)
+            await asyncio.sleep(0.005)
+            for connection in upstream._open:
+                response = connection._response
+                most = max(most, 0 if response is None else response.buffered_bytes)
+        await client.close()
+
+    assert most <= 1 << 20
+
+
+async def test_a_client_that_floods_a_busy_connection_is_read_no_further() -> None:
+    go_on = asyncio.Event()
+    async with RawEngine(lambda _: [go_on, *served(b"{}")]) as engine, gateway(engine.url) as gw:
+        client = await RawClient.connect(gw.port)
+        client.writer.write(wire(BODY))
+        await poll_until(lambda: len(engine.seen) == 1)
+        client.writer.write(wire(b"x" * (24 << 20)))
+        sizes: list[int] = []
+
+        def is_stuck() -> bool:
+            sizes.append(client.writer.transport.get_write_buffer_size())
+            return len(sizes) > 30 and len(set(sizes[-30:])) == 1
+
+        await poll_until(is_stuck)
+        go_on.set()
+        assert (await answer(client))[0] == 200
+        # The flood is a request like another once it is its turn, though not a good one.
+        assert (await answer(client))[0] == 400
+        await client.close()
+
+    # What the kernel holds on both sides is some megabytes; the rest was not taken.
+    assert sizes[-1] > 8 << 20
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/embeddings"])
+async def test_every_inference_path_is_served_where_its_connection_came_in(
+    path: str, front: str
+) -> None:
+    body = {"model": "m", "max_tokens": 1, "input": "q", "messages": chat()["messages"]}
+    async with openai_engine() as engine, gateway(engine.url) as gw:
+        client = await RawClient.connect(gw.port)
+        for _ in range(2):
+            await client.send(wire(json.dumps(body).encode(), path=path))
+            await answer(client)
+            assert gw.listener.num_raw_connections == (front == "raw")
         await client.close()
