@@ -24,6 +24,7 @@ from gateway.errors import (
     Unauthorized,
     WorkerFailed,
 )
+from gateway.protocols.anthropic import is_messages, to_chat
 from gateway.proxy.body import parse_body, read_body
 from gateway.proxy.headers import request_id_from
 from gateway.proxy.responses import error_response, json_response
@@ -207,6 +208,9 @@ class Admin:
         has_messages = b'"messages"' in body
         surface: Surface = "completions" if b'"prompt"' in body and not has_messages else "chat"
         document = parse_body(body, surface)
+        if surface == "chat" and is_messages(document):
+            document = to_chat(document)
+            body = orjson.dumps(document)
         # Who may ask this may ask it for anybody.
         name = request.headers.get("x-tenant-id", "")
         inbound = Inbound(

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import anthropic
 import openai
 import pytest
@@ -163,3 +164,18 @@ async def test_chat_and_text_completions_and_their_streams(gpt: openai.AsyncOpen
 async def test_models_are_listed_and_told_one_by_one(gpt: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in gpt.models.list()] == ["m"]
     assert (await gpt.models.retrieve("m")).id == "m"
+
+
+async def test_explain_reads_a_message_as_it_will_be_sent(
+    url: str, claude: anthropic.AsyncAnthropic
+) -> None:
+    counted = await claude.messages.count_tokens(model="m", system=SYSTEM, messages=ASKED)
+    body = {"model": "m", "max_tokens": 1, "system": SYSTEM, "messages": ASKED}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url + "/admin/v1/explain", json=body) as response,
+    ):
+        told = await response.json()
+
+    assert (told["tokens"], told["prompt_tokens"]) == ("exact", counted.input_tokens)
+    assert told["segments"][0]["kind"] == "system"

@@ -69,6 +69,14 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     return chat
 
 
+def is_messages(body: Mapping[str, Any]) -> bool:
+    """Whether a body with messages has what only this API has; for where no path tells."""
+    tools = body.get("tools")
+    tool = tools[0] if isinstance(tools, list) and tools else None
+    has_schema = isinstance(tool, dict) and "input_schema" in tool
+    return has_schema or any(name in body for name in ("system", "stop_sequences", "thinking"))
+
+
 def _chat_messages(message: object, where: str) -> list[dict[str, Any]]:
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant", "system"):
