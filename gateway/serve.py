@@ -77,9 +77,9 @@ if TYPE_CHECKING:
             """Run."""
 
 
-# At most 100 prompts a second are looked at for text that recurs across conversations: half a
-# percent of a core where they are known.
-RECURRENCE_EVERY_S = 0.01
+# At most 20 prompts a second are looked at for text that recurs across conversations: a look takes
+# 50 to 500 us of the loop, so this is a percent of a core at the worst.
+RECURRENCE_EVERY_S = 0.05
 
 # Reading a million blocks takes seconds; longer than this no client waits for them at a start.
 FIRST_VIEW_S = 3.0
