@@ -14,7 +14,7 @@ from gateway.settings import load
 from tests.fakes.engine import RawEngine, answer, content, openai_engine, stream
 from tests.fakes.gateway import chat
 from tests.fakes.kube_api import KubeApiServer, pod
-from tests.gateway.test_discovery_kube import kubeconfig
+from tests.gateway.test_discovery_kube_access import kubeconfig
 from tests.support import poll_until
 
 if TYPE_CHECKING:
