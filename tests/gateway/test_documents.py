@@ -81,8 +81,8 @@ async def test_a_purged_document_is_forgotten_and_holders_are_told(tmp_path: Pat
 async def test_a_purged_tenant_leaves_nothing_and_others_stay(tmp_path: Path) -> None:
     engine = Caching()
     async with warming_over(tmp_path, engine, **KEEP) as (gateway, _):
-        from gateway.tenancy import TrustedPeers
         from gateway.proxy.server import API
+        from gateway.tenancy import TrustedPeers
 
         gateway.gateway.app[API].tenancy.peers = TrustedPeers(["127.0.0.1"])
         for tenant in ("acme", "umbrella"):

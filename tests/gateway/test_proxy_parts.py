@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from gateway.errors import HeadTooLarge, InvalidRequest, MalformedAnswer
 from gateway.proxy.encoding import Inflater
 from gateway.proxy.headers import request_id_from, to_client, to_worker
-from gateway.tenancy import TrustedPeers
 from gateway.proxy.retry import MAX_SAVED, RetryBudget
+from gateway.tenancy import TrustedPeers
 
 NAMES = st.sampled_from(
     [b"Accept", b"X-A", b"TE", b"Upgrade", b"Host", b"Content-Length", b"KEEP-ALIVE", b"x-hop"]

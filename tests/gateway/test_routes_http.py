@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.tenancy import TrustedPeers
 from gateway.proxy.server import API
 from gateway.routing.learner import Learner
 from gateway.routing.pool import Pool, Retry
 from gateway.routing.routes import Route, Routes
+from gateway.tenancy import TrustedPeers
 from tests.fakes.engine import DONE, FINISH, End, RawEngine, answer, content, openai_engine, stream
 from tests.fakes.gateway import Gateway, chat, gateway, worker
 from tests.gateway.gate_parts import SLOW
