@@ -140,8 +140,19 @@ class _Job:
         return json_response(self._shape().full(choices, generation.usage))
 
     async def _stream(self, request: web.Request, generation: Generation) -> web.StreamResponse:
-        shape = self._shape()
         response = web.StreamResponse(headers=STREAM_HEADERS)
+        try:
+            await self._send(request, response, generation)
+            await response.write_eof()
+        except ConnectionError:
+            # The client is gone; what still runs for it is aborted on the way out.
+            pass
+        return response
+
+    async def _send(
+        self, request: web.Request, response: web.StreamResponse, generation: Generation
+    ) -> None:
+        shape = self._shape()
         async with aclosing(generation.bursts()) as bursts:
             pieces = await anext(bursts)
             await response.prepare(request)
@@ -157,11 +168,6 @@ class _Job:
                 self.has_failed = True
                 response.force_close()
                 await response.write(_events([error.body()]))
-            except ConnectionError:
-                # The client is gone; what still runs for it is aborted on the way out.
-                return response
-        await response.write_eof()
-        return response
 
     def _chunks(self, shape: AnswerShape, pieces: list[Piece]) -> bytes:
         self._count_finished(pieces)

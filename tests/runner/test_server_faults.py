@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from aiohttp import ClientConnectionResetError, web
 from openai import APIError, AsyncOpenAI
 
 from runner.service import Service
@@ -124,6 +125,28 @@ async def test_a_client_that_leaves_aborts_its_request(
     assert engine.aborted == [(engine.requests[0].id, None)]
     await poll_until(lambda: finished(service, "abort"), what="abort counted")
     assert service.is_idle.is_set()
+
+
+@pytest.mark.parametrize("at", ["prepare", "write", "write_eof"])
+async def test_a_client_that_leaves_at_any_moment_of_a_stream_is_no_error(
+    http: httpx.AsyncClient,
+    engine: ScriptedEngine,
+    service: Service,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    at: str,
+) -> None:
+    async def is_gone(*args: object) -> None:
+        raise ClientConnectionResetError("Cannot write to closing transport")
+
+    answer = asyncio.create_task(http.post("/v1/chat/completions", json=HI | {"stream": True}))
+    await submitted(engine)
+    monkeypatch.setattr(web.StreamResponse, at, is_gone)
+    engine.say(words(service, "a b"), "length")
+
+    await poll_until(service.is_idle.is_set, what="the request is over")
+    answer.cancel()
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_a_stop_string_aborts_only_its_own_sample(
