@@ -197,6 +197,9 @@ class Gate:
     def _serve(self, line: _Line) -> None:
         """Admit all that a worker is free for."""
         line.is_due = False
+        if not len(line.queue):  # all have left since
+            self._close(line)
+            return
         if self._rollout.is_complete and not self._may_be_free(line):
             return
         for _ in range(MAX_ADMITTED):

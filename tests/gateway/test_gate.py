@@ -424,3 +424,15 @@ async def test_pools_wait_apart() -> None:
         task.cancel()
     await settled(w.timers)
     assert w.num_waiting == 0
+
+
+async def test_requests_whose_time_is_over_at_once_leave_no_timer() -> None:
+    w = Waiters(1)
+    w.pool.deadline_s = 1.0
+    ticket = await w.send(1000)
+    tasks = [await w.wait() for _ in range(2)]
+    await settled(w.timers, 1.5)
+
+    assert all(isinstance(task.exception(), GateTimeout) for task in tasks)
+    assert (w.num_waiting, w.timers.num_set) == (0, 0)
+    ticket.finish(Outcome.OK)
