@@ -445,7 +445,7 @@ async def test_a_draining_gateway_lets_all_streams_end_and_leaves_nothing(is_ove
         asyncio.timeout(60),
     ):
         begun = await begin_streams(gw, engine, NUM_STREAMS)
-        stopping = asyncio.create_task(gw.listener.stop(0.2 if is_over else 30.0))
+        stopping = asyncio.create_task(gw.listener.stop(1.0 if is_over else 30.0))
         await poll_until(lambda: gw.lifecycle.draining)
         status, body, response = await gw.post()
         assert (status, json.loads(body)["error"]["code"]) == (503, "shutting_down")
