@@ -178,13 +178,17 @@ class Feed:
         """The worker's cache was dropped at our request: forget it before its events say so."""
         self._clear("reset through the gateway")
 
-    def saw_new_prompt(self) -> None:
-        """The worker prefilled a block that it did not hold: events must follow.
+    def saw_new_prompt(self, took_s: float) -> None:
+        """The worker computed tokens it did not hold: it owes us events, if it sent none since.
 
         Not to be called for ``announced_tokens`` or fewer.
+
+        Args:
+            took_s: How long ago it was asked: an answer may end long after its prompt's events.
         """
-        if self._owed_since_s is None:
-            self._owed_since_s = self._clock()
+        heard_s, now_s = self._worker.last_event_s, self._clock()
+        if self._owed_since_s is None and (heard_s is None or heard_s < now_s - took_s):
+            self._owed_since_s = now_s
 
     def saw_prompt(self, first_block: BlockHash, *, is_salted: bool) -> None:
         """The worker computed this beginning of a prompt: it must be among what it announces.

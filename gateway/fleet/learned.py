@@ -18,7 +18,7 @@ def of_record(record: RequestRecord, feed: Feed | None) -> None:
     if feed is None or record.outcome != "ok":
         return
     if record.prompt_tokens - (record.observed_hit_tokens or 0) > feed.announced_tokens:
-        feed.saw_new_prompt()
+        feed.saw_new_prompt(record.duration_s)
 
 
 def of_attempt(plan: Plan, ticket: Ticket, feed: Feed | None, parity: ParityCheck | None) -> None:

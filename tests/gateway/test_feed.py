@@ -39,9 +39,9 @@ async def test_a_worker_that_was_given_new_prompts_and_stays_silent_is_modelled(
         worker.passes(1000)
         assert worker.mode() == "exact"  # nothing was due
 
-        worker.feed.saw_new_prompt()
+        worker.feed.saw_new_prompt(1.0)
         worker.passes(MAX_SILENCE_S / 2)
-        worker.feed.saw_new_prompt()
+        worker.feed.saw_new_prompt(1.0)
         assert worker.feed.lag_s == MAX_SILENCE_S / 2
         assert worker.mode() == "exact"
 
@@ -53,6 +53,17 @@ async def test_a_worker_that_was_given_new_prompts_and_stays_silent_is_modelled(
         assert worker.mode() == "exact"
         worker.take(stored(0, 2))
         assert worker.hit == 2
+
+
+async def test_a_worker_that_announced_a_prompt_while_it_answered_owes_nothing() -> None:
+    async with fed() as worker:
+        worker.passes(5)
+        worker.take(stored(0, 3))
+        worker.passes(30)  # its tokens went on long after its prompt's events
+        worker.feed.saw_new_prompt(32.0)
+        worker.passes(1000)
+
+        assert (worker.hit, worker.mode(), worker.feed.lag_s) == (3, "exact", 0.0)
 
 
 async def test_three_messages_in_a_row_that_nobody_understands_make_it_approximate() -> None:
@@ -245,7 +256,7 @@ async def test_nothing_of_all_that_makes_a_diverged_worker_readable() -> None:
         worker.pool.set_mode(worker.worker, "text")
         for at in range(5):
             worker.take(LIES["no hashes"](at), stored(0, 1))
-        worker.feed.saw_new_prompt()
+        worker.feed.saw_new_prompt(1.0)
         worker.passes(MAX_SILENCE_S)
 
         assert (worker.mode(), worker.hit) == ("text", 0)
