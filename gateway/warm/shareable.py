@@ -205,7 +205,7 @@ async def _stable_tokens(plan: Plan) -> int:
 def _why_unread(plan: Plan) -> str:
     if plan.unread == "no_tokenizer":
         return (
-            f"pool {plan.pool.name!r} reads no prompts yet; expected pools[].tokenizer (or a worker "
-            "that hands its own out), and a worker that answers and tells its block size"
+            f"pool {plan.pool.name!r} reads no prompts yet; expected pools[].tokenizer (or a "
+            "worker that hands its own out), and a worker that answers and tells its block size"
         )
     return f"the prompt cannot be read ({plan.unread}): the chat template or tokenizer refuses it"
