@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.fleet import Fleet, Process, chat, document, wait_for, workers_of
+from tests.e2e.fleet import Fleet, Process, chat, document, make_runner, wait_for, workers_of
 
 # Loading the weights of two engines at once takes a while on a busy box.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -28,10 +28,24 @@ frame:
 
 
 @pytest.fixture(scope="module")
-def gateway(fleet: Fleet) -> Iterator[Process]:
-    gateway = fleet.gateway("warmup")
-    yield gateway
-    gateway.stop()
+def fleet(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Engines whose caches hold nothing of other tests: what is computed is counted here."""
+    folder = tmp_path_factory.mktemp("warmup")
+    fleet = Fleet(folder, [make_runner(folder, f"runner-{i}", smollm2_dir) for i in range(2)])
+    try:
+        for runner in fleet.runners:
+            runner.start()
+        for runner in fleet.runners:
+            runner.wait_ready()
+        yield fleet
+    finally:
+        for process in (*fleet.gateways, *fleet.runners):
+            process.stop()
+
+
+@pytest.fixture(scope="module")
+def gateway(fleet: Fleet) -> Process:
+    return fleet.gateway("warmup")
 
 
 def write(folder: Path, names: list[str], rules: int = 12, copies: int = 1) -> Path:
@@ -164,6 +178,8 @@ def test_a_run_that_ended_half_way_is_taken_up_where_it_was(
     child = subprocess.Popen(
         [sys.executable, "-m", "warmup", "run", str(manifest), "--gateway", gateway.url, "--json"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Whoever runs the tests in the background may have it ignored, which children inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert child.stdout is not None
     for line in child.stdout:
