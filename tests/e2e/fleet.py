@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,21 @@ class Fleet:
         gateway.wait_ready()
         wait_for(lambda: all(w["mode"] != "text" for w in workers_of(gateway)), "prompts are read")
         return gateway
+
+
+@contextmanager
+def running_fleet(folder: Path, model: Path) -> Iterator[Fleet]:
+    """Two engines that serve until the block is left, with every gateway started for them."""
+    fleet = Fleet(folder, [make_runner(folder, f"runner-{i}", model) for i in range(2)])
+    try:
+        for runner in fleet.runners:
+            runner.start()
+        for runner in fleet.runners:
+            runner.wait_ready()
+        yield fleet
+    finally:
+        for process in (*fleet.gateways, *fleet.runners):
+            process.stop()
 
 
 def make_runner(folder: Path, name: str, model: Path) -> Runner:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.fleet import Fleet, Process, chat, document, make_runner, wait_for, workers_of
+from tests.e2e.fleet import Fleet, Process, chat, document, running_fleet, wait_for, workers_of
 
 # Loading the weights of two engines at once takes a while on a busy box.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -30,17 +30,8 @@ frame:
 @pytest.fixture(scope="module")
 def fleet(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Engines whose caches hold nothing of other tests: what is computed is counted here."""
-    folder = tmp_path_factory.mktemp("warmup")
-    fleet = Fleet(folder, [make_runner(folder, f"runner-{i}", smollm2_dir) for i in range(2)])
-    try:
-        for runner in fleet.runners:
-            runner.start()
-        for runner in fleet.runners:
-            runner.wait_ready()
+    with running_fleet(tmp_path_factory.mktemp("warmup"), smollm2_dir) as fleet:
         yield fleet
-    finally:
-        for process in (*fleet.gateways, *fleet.runners):
-            process.stop()
 
 
 @pytest.fixture(scope="module")
