@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.fakes.kube_api import KubeApiServer, endpoint, endpoint_slice, pod
+from tests.tools import tool
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
 async def test_kubectl_lists_both_kinds(tmp_path: Path) -> None:
     async with KubeApiServer() as server:
         await server.put("pods", pod("vllm-0", "10.0.0.1"))
@@ -26,7 +25,7 @@ async def test_kubectl_lists_both_kinds(tmp_path: Path) -> None:
             ("endpointslices", "endpointslice.discovery.k8s.io/vllm-abc"),
         ):
             selector = "app=vllm" if kind == "pods" else "kubernetes.io/service-name=vllm"
-            command = ("kubectl", "--server", server.url, "-n", "llm", "get", kind)
+            command = (str(tool("kubectl")), "--server", server.url, "-n", "llm", "get", kind)
             process = await asyncio.create_subprocess_exec(
                 *(*command, "-l", selector, "-o", "name"),
                 stdout=asyncio.subprocess.PIPE,
