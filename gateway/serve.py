@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import sys
 import time
 from math import isinf
 from typing import TYPE_CHECKING
@@ -17,18 +16,15 @@ import structlog
 
 from gateway.admin import Admin
 from gateway.discovery.discovery import Discovery
-from gateway.discovery.metrics import DiscoveryCollector
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.metrics import FleetCollector
-from gateway.fleet.sharing import Sharing, SharingCollector
+from gateway.fleet.sharing import Sharing
 from gateway.fleet.sharing.constants import SharedConstants
 from gateway.fleet.sharing.orders import SharedFirstSeen
-from gateway.misses.metrics import MissCollector
 from gateway.misses.report import MissReport
+from gateway.observing import Observing
 from gateway.operators import Operators
 from gateway.parts import (
     admin_token,
-    make_decision_log,
     make_limits,
     make_link,
     make_rewriters,
@@ -36,23 +32,13 @@ from gateway.parts import (
 )
 from gateway.proxy.server import API, LIFECYCLE, make_app, serve
 from gateway.replicas.load import LoadExchange
-from gateway.replicas.metrics import LoadCollector
-from gateway.routing import segments
 from gateway.routing.configured import make_dispatcher, reconfigure
-from gateway.routing.decision_line import DecisionLogger
-from gateway.routing.metrics import DispatchCollector
 from gateway.settings import ConfigError
-from gateway.telemetry.log_metrics import DecisionLogCollector
-from gateway.telemetry.request_log import RequestLog
-from gateway.telemetry.requests import Telemetry
 from gateway.tenancy import Tenancy
 from gateway.tenancy.exchange import BudgetExchange
-from gateway.tenancy.metrics import TenancyCollector
 from gateway.tokenize import Tokenize
 from gateway.unsupported import unsupported
-from gateway.warm.metrics import WarmCollector
 from gateway.warm.warmer import Warmer
-from gateway.worth.metrics import WorthCollector
 from gateway.worth.tier import write_per_read
 from gateway.worth.worth import Worth
 from prefix_index.canonical import FirstSeenMemory
@@ -64,10 +50,8 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from gateway.config import Settings
-    from gateway.routing.dispatch import Plan, Ticket
     from gateway.routing.pool import Worker
     from gateway.supervisor.child import Role
-    from gateway.telemetry.record import RequestRecord
     from prefix_index.replica.link import Link
 
     class Runs(Protocol):
@@ -76,10 +60,6 @@ if TYPE_CHECKING:
         async def run(self) -> None:
             """Run."""
 
-
-# At most 20 prompts a second are looked at for text that recurs across conversations: a look takes
-# 50 to 500 us of the loop, so this is a percent of a core at the worst.
-RECURRENCE_EVERY_S = 0.05
 
 # Reading a million blocks takes seconds; longer than this no client waits for them at a start.
 FIRST_VIEW_S = 3.0
@@ -107,13 +87,11 @@ class Gateway:
         self.tenancy = Tenancy(settings)
         self.fleet = Fleet(settings)
         self.misses = MissReport(log_prompts=settings.telemetry.log_prompts)
-        self.dispatcher = make_dispatcher(settings, self.fleet.pools, on_finish=self._finished)
-        self.telemetry = Telemetry()
-        self.telemetry.register(MissCollector(self.misses))
-        self.telemetry.register(FleetCollector(self.fleet, self.telemetry, time.monotonic))
-        self.telemetry.register(DispatchCollector(self.dispatcher))
-        logs_requests = settings.telemetry.log_level in ("debug", "info")
-        self.request_log = RequestLog(sys.stderr.buffer) if logs_requests else None
+        self.observing = Observing(settings, self)
+        self.telemetry = self.observing.telemetry
+        self.dispatcher = make_dispatcher(
+            settings, self.fleet.pools, on_finish=self.observing.finished
+        )
         self.link = make_link(settings)
         self.tls = make_tls(settings.server)
         self.exchange: LoadExchange | None = None
@@ -123,21 +101,13 @@ class Gateway:
         memory = FirstSeenMemory(time.monotonic)
         if self.link is not None:
             memory = self._share_over(self.link)
-        self.telemetry.register(TenancyCollector(self.tenancy, self.spending))
         self.rewriters = make_rewriters(settings, memory)
         self._unfollow, self.fleet.on_gone = self.fleet.on_gone, self._gone
         self.fleet.on_left = self._left
         self.discovery = Discovery(self.fleet, settings)
-        self.telemetry.register(DiscoveryCollector(self.discovery))
         self.worth = Worth(settings, write_per_read=write_per_read(self.fleet))
-        self.telemetry.register(WorthCollector(self.worth.account))
         self.warmer = self._make_warmer()
-        self.decision_log = make_decision_log(settings)
-        self._decisions: DecisionLogger | None = None
-        if self.decision_log is not None:
-            self._decisions = DecisionLogger(self.decision_log)
-            self.telemetry.register(DecisionLogCollector(self.decision_log))
-        self._recurrence_due_s = 0.0
+        self.observing.watch()
         self._shared: list[asyncio.Task[Any]] = []
         self.app = self._make_app()
 
@@ -240,10 +210,7 @@ class Gateway:
         await self.warmer.close()
         await self.fleet.stop()
         await self.operators.close()
-        if self.request_log is not None:
-            self.request_log.flush()
-        if self.decision_log is not None:
-            self.decision_log.close()
+        self.observing.close()
 
     def _share_over(self, link: Link) -> SharedFirstSeen:
         """Make what is shared with other gateways; before the fleet starts.
@@ -255,8 +222,6 @@ class Gateway:
         name = secrets.token_hex(8)
         self.exchange = LoadExchange(link, self.fleet.pools, gateway=name, clock=time.monotonic)
         self.sharing = Sharing(self.fleet, link, name=name)
-        self.telemetry.register(SharingCollector(self.sharing))
-        self.telemetry.register(LoadCollector(self.exchange))
         memory = SharedFirstSeen(time.monotonic, link)
         constants = SharedConstants(self.fleet.pools, link)
         # In the order in which they start.
@@ -295,7 +260,7 @@ class Gateway:
         tokenize = Tokenize(self.dispatcher, self.limits, self.tenancy)
         app = make_app(
             self.dispatcher,
-            observe=self._observe,
+            observe=self.observing.observe,
             limits=self.limits,
             rewriters=self.rewriters,
             extra_routes=tokenize.routes(),
@@ -308,25 +273,18 @@ class Gateway:
         return app
 
     def _make_warmer(self) -> Warmer:
-        warmer = Warmer(
+        return Warmer(
             self.settings,
             self.dispatcher,
             self.fleet,
             self.worth.account,
             rewriters=self.rewriters,
             limits=self.limits,
-            on_finish=self._warmed,
+            on_finish=self.observing.warmed,
             is_mine=lambda pool, worker: (
                 self.exchange is None or self.exchange.is_first(pool, worker)
             ),
         )
-        self.telemetry.register(WarmCollector(warmer.counts, warmer.num_warm, warmer.stored))
-        return warmer
-
-    def _warmed(self, plan: Plan, ticket: Ticket) -> None:
-        """Take note of a request of warm-up: the worker's, and nobody's traffic."""
-        self.fleet.finished(plan, ticket)
-        self._routed(plan, ticket)
 
     def _shared_index(self, pool: str) -> dict[str, Any] | None:
         """Return what the shared index says of a pool; None where the index is our own."""
@@ -338,35 +296,11 @@ class Gateway:
 
     def _gone(self, worker: Worker) -> None:
         self._unfollow(worker)
-        self.telemetry.forget_worker(worker.id)
+        self.observing.forget_worker(worker)
 
     def _left(self, worker: Worker) -> None:
-        self.telemetry.forget_worker(worker.id)
+        self.observing.forget_worker(worker)
         self.warmer.forget_worker(worker.id)
-
-    def _finished(self, plan: Plan, ticket: Ticket) -> None:
-        self.fleet.finished(plan, ticket)
-        self.misses.observe(plan, ticket)
-        self.warmer.finished(plan, ticket, self.worth.observe(plan, ticket))
-        if self._decisions is not None:
-            self._decisions.finished(plan, ticket)
-        self._routed(plan, ticket)
-        # What recurs is seen in a sample as well, and every request would pay for more.
-        now_s = time.monotonic()
-        if now_s >= self._recurrence_due_s:
-            self._recurrence_due_s = now_s + RECURRENCE_EVERY_S
-            segments.observe(plan)
-
-    def _routed(self, plan: Plan, ticket: Ticket) -> None:
-        if self.sharing is not None and plan.prompt is not None:
-            prompt = plan.prompt
-            self.sharing.routed(plan.pool, ticket.worker, prompt.block_hashes, prompt.root)
-
-    def _observe(self, record: RequestRecord) -> None:
-        self.telemetry.observe(record)
-        self.fleet.observe(record)
-        if self.request_log is not None:
-            self.request_log.add(record)
 
 
 def _say_why(task: asyncio.Task[Any]) -> None:
