@@ -27,6 +27,7 @@ class RequestRecord:
     ``shadow_*`` is what the routing rule would have done where it did not decide (``routing.mode``
     observe, or outside the share): its worker, the hit tokens it predicts there, and the TTFT it
     would have saved, negative where it would have cost some.
+    ``trace_id`` is the trace that has this request's spans, 32 hex digits; None where it has none.
     """
 
     request_id: str
@@ -58,3 +59,4 @@ class RequestRecord:
     shadow_worker: str = ""
     shadow_hit_tokens: int | None = None
     shadow_saved_s: float | None = None
+    trace_id: str | None = None
