@@ -1,0 +1,1 @@
+"""The operator's page: what a gateway knows at this moment, as one page and the data it shows."""
