@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gateway.fleet.fingerprints import differences
+from gateway.fleet.worker_state import worker_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,7 +35,7 @@ def worker_row(fleet: Fleet, pool: Pool, worker: Worker, now_s: float) -> dict[s
         "url": worker.url,
         "pool": pool.name,
         "mode": events["mode"],
-        "state": _state(worker, now_s),
+        "state": worker_state(worker, now_s),
         # The part of the requests it may take while its cache is filled; 1 = all of them.
         "share": 1.0 if worker.slow_start is None else worker.slow_start.share(now_s),
         "ready": worker.health.ready and fleet.watches[worker.id].checked.is_set(),
@@ -113,14 +114,3 @@ def _age_s(states: Iterable[dict[str, Any]]) -> float | None:
     """Return the age of the newest event, as ``explain`` tells it; None when there are none."""
     ages = [state["event_age_s"] for state in states if state["mode"] == "exact"]
     return min((age for age in ages if age is not None), default=None)
-
-
-def _state(worker: Worker, now_s: float) -> str:
-    if worker.draining:
-        return "draining"
-    if not worker.health.ready:
-        return "not_ready"
-    if worker.slow_start is not None:
-        return "warming"
-    breaker = worker.health.breaker(now_s)
-    return "ready" if breaker == "closed" else breaker.value
