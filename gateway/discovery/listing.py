@@ -81,6 +81,11 @@ class Listing:
         self._clock_unix = clock_unix
         self._said = ""
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether there was no usable answer when it was asked last."""
+        return bool(self._said)
+
     def told(self, found: Sequence[Found], bad: dict[str, str] | None = None) -> None:
         """Take a whole answer.
 

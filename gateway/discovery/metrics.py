@@ -43,6 +43,11 @@ class DiscoveryCollector(Collector):
             "When a pool's discovery answered last",
             labels=("pool",),
         )
+        up = GaugeMetricFamily(
+            "warmlane_discovery_up",
+            "1 while a pool's discovery gives usable answers; what it said last holds otherwise",
+            labels=("pool",),
+        )
         discovery = self._discovery
         for name, listing in discovery.listings.items():
             counts: Counter[str] = Counter(serving=0, waiting=0, refused=len(listing.bad))
@@ -51,8 +56,10 @@ class DiscoveryCollector(Collector):
             for state, count in counts.items():
                 workers.add_metric((name, state), count)
             failures.add_metric((name,), listing.num_failures)
+            up.add_metric((name,), float(not listing.is_failing))
             if listing.succeeded_unix_s is not None:
                 succeeded.add_metric((name,), listing.succeeded_unix_s)
         yield workers
         yield failures
         yield succeeded
+        yield up

@@ -299,3 +299,21 @@ def states_of(discovery: Any) -> dict[tuple[str, str], float]:
         (sample.labels["pool"], sample.labels["state"]): sample.value
         for sample in families["warmlane_discovery_workers"].samples
     }
+
+
+async def test_a_source_is_up_until_it_fails_and_again_when_it_answers() -> None:
+    async with engine_of("m") as engine, finding(settings_of(pool())) as found:
+        discovery, listing = found.discovery, found.discovery.listings["chat"]
+
+        def is_up() -> float:
+            families = {family.name: family for family in DiscoveryCollector(discovery).collect()}
+            (sample,) = families["warmlane_discovery_up"].samples
+            return sample.value
+
+        await found.source.tell(Found(worker("w1", engine.url)))
+        await found.has("w1")
+        assert is_up() == 1
+        listing.failed("away")
+        assert is_up() == 0
+        await found.source.tell(Found(worker("w1", engine.url)))
+        await poll_until(lambda: is_up() == 1)
