@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from gateway.errors import ConnectFailed, UpstreamError
-from gateway.fleet.scrape import Scrape, parse
+from gateway.fleet.scrape import KV_USAGE_NAMES, Scrape, parse_in_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -67,6 +67,7 @@ class Watch:
         self._on_alive = on_alive
         self._clock = clock
         self._scraped_s = float("-inf")
+        self._knew_usage = True
 
     async def run(self) -> None:
         """Check until cancelled."""
@@ -92,6 +93,8 @@ class Watch:
             )
             # A worker that is gone comes back as a new process: look at once then.
             self._scraped_s = float("-inf")
+            # What it said is over, and nobody knows how it is now.
+            self.scrape = Scrape()
             return False
         # Some OpenAI servers have no such path; any answer but a server error means alive.
         if status >= 500:
@@ -106,8 +109,9 @@ class Watch:
         except UpstreamError:
             return
         self._scraped_s = self._clock()
-        scrape = parse(body.decode("utf-8", "replace")) if status == 200 else Scrape()
+        scrape = await parse_in_pieces(body) if status == 200 else Scrape()
         self.scrape = scrape
+        self._say_unknown(scrape)
         is_new = False
         for worker in self._workers:
             if scrape.capacity_tokens is not None:
@@ -120,6 +124,12 @@ class Watch:
         if is_new:
             self._on_epoch()
         await self._on_alive(scrape)
+
+    def _say_unknown(self, scrape: Scrape) -> None:
+        """Say once that a worker does not tell its KV usage: an engine may have renamed it."""
+        if self._knew_usage and scrape.kv_usage is None:
+            log.warning("worker_kv_usage_unknown", worker=self.name, looked_for=KV_USAGE_NAMES)
+        self._knew_usage = scrape.kv_usage is not None
 
     async def _get(self, path: str, deadline_s: float) -> tuple[int, bytes]:
         response = await self._upstream.request(
