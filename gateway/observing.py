@@ -23,6 +23,8 @@ from gateway.telemetry.log_metrics import DecisionLogCollector
 from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.requests import Telemetry
 from gateway.tenancy.metrics import TenancyCollector
+from gateway.usage.metrics import UsageCollector
+from gateway.usage.usage import Usage
 from gateway.warm.metrics import WarmCollector
 from gateway.worth.metrics import WorthCollector
 
@@ -75,6 +77,7 @@ class Observing:
 
     Attributes:
         telemetry: Counts, and owns the registry.
+        usage: What tenants used, and what workers' caches save.
         request_log: A line per request; None where the log level hides them.
         decision_log: The decisions written down; None where that is not configured.
     """
@@ -82,6 +85,7 @@ class Observing:
     def __init__(self, settings: Settings, parts: Parts) -> None:
         self._parts = parts
         self.telemetry = Telemetry()
+        self.usage = Usage(parts.fleet.pools, parts.tenancy.is_configured)
         logs_requests = settings.telemetry.log_level in ("debug", "info")
         self.request_log = RequestLog(sys.stderr.buffer) if logs_requests else None
         self.decision_log = make_decision_log(settings)
@@ -107,6 +111,7 @@ class Observing:
         yield TenancyCollector(parts.tenancy, parts.spending)
         yield DiscoveryCollector(parts.discovery)
         yield WorthCollector(parts.worth.account)
+        yield UsageCollector(self.usage, parts.dispatcher)
         warmer = parts.warmer
         yield WarmCollector(warmer.counts, warmer.num_warm, warmer.stored)
         if self.decision_log is not None:
@@ -116,6 +121,7 @@ class Observing:
         """Take note of a request of a client that is over."""
         self.telemetry.observe(record)
         self._parts.fleet.observe(record)
+        self.usage.observe(record)
         if self.request_log is not None:
             self.request_log.add(record)
 
@@ -125,6 +131,7 @@ class Observing:
         parts.fleet.finished(plan, ticket)
         parts.misses.observe(plan, ticket)
         parts.warmer.finished(plan, ticket, parts.worth.observe(plan, ticket))
+        self.usage.finished(plan, ticket)
         if self._decisions is not None:
             self._decisions.finished(plan, ticket)
         self._routed(plan, ticket)

@@ -256,6 +256,7 @@ class Gateway:
             shared=self._shared_index,
             warmer=self.warmer,
             tenancy=self.tenancy,
+            usage=self.observing.usage,
         )
         tokenize = Tokenize(self.dispatcher, self.limits, self.tenancy)
         app = make_app(

@@ -31,6 +31,7 @@ from gateway.proxy.responses import error_response, json_response
 from gateway.proxy.rewrite import Rewrite
 from gateway.routing.dispatch import Inbound, explain_json
 from gateway.tenancy import Tenancy
+from gateway.usage.document import CSV_CONTENT_TYPE, usage_csv, wants_csv
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from gateway.routing.dispatch import Dispatcher
     from gateway.routing.pool import Pool, Worker
     from gateway.telemetry.requests import Telemetry
+    from gateway.usage.usage import Usage
     from gateway.warm.warmer import Warmer
     from gateway.worth.account import WorthAccount
 
@@ -69,6 +71,7 @@ class Admin:
             id; None where the index is this process's own.
         warmer: Warms workers up; without one there are no such endpoints.
         tenancy: Knows the tenants' cache salts; None = there are none.
+        usage: What tenants used and caches save; without it there is no such endpoint.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Admin:
         shared: Callable[[str], dict[str, Any] | None] = lambda _pool: None,
         warmer: Warmer | None = None,
         tenancy: Tenancy | None = None,
+        usage: Usage | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._fleet = fleet
@@ -95,6 +99,7 @@ class Admin:
         self._misses = misses
         self._rewriters = rewriters or {}
         self._worth = worth
+        self._usage = usage
         self._shared = shared
         self._tenancy = tenancy or Tenancy()
         self._warm = (
@@ -109,6 +114,8 @@ class Admin:
             reports.append(web.get("/admin/v1/misses", self._guarded(self.misses)))
         if self._worth is not None:
             reports.append(web.get("/admin/v1/worth", self._guarded(self.worth)))
+        if self._usage is not None:
+            reports.append(web.get("/admin/v1/usage", self._guarded(self.usage)))
         if self._warm is not None:
             reports += [
                 web.post("/admin/v1/warm", self._guarded(self._warm.warm)),
@@ -167,9 +174,19 @@ class Admin:
         return _json(request, {"pools": rows})
 
     async def worth(self, request: web.Request) -> web.Response:
-        """``GET /admin/v1/worth``: whether lower tiers pay, per pool, tenant and document."""
+        """``GET /admin/v1/worth``: whether lower tiers pay, and whose cache is worth least."""
         assert self._worth is not None, "the route exists only with an account"
-        return _json(request, self._worth.report())
+        workers = {} if self._usage is None else self._usage.worth()
+        return _json(request, {**self._worth.report(), **workers})
+
+    async def usage(self, request: web.Request) -> web.Response:
+        """``GET /admin/v1/usage``: what each configured tenant used, as JSON or CSV."""
+        assert self._usage is not None, "the route exists only with an account"
+        document = self._usage.document()
+        if not wants_csv(request.query, request.headers.get("accept", "")):
+            return _json(request, document)
+        headers = {"content-type": CSV_CONTENT_TYPE}
+        return web.Response(body=usage_csv(document), headers=headers)
 
     async def drain(self, request: web.Request) -> web.Response:
         """``POST /admin/v1/workers/{id}/drain``: no new requests there; running ones go on."""

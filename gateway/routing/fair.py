@@ -69,6 +69,11 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return self._num_places
 
+    def places(self) -> Iterator[Place[T]]:
+        """Yield those who wait, in no particular order."""
+        for line in self._lines.values():
+            yield from line
+
     def add(self, item: T, tenant: str, cost: float) -> Place[T]:
         """Put one at the end of its tenant's line."""
         standing = self._standings.get(tenant, _USUAL)

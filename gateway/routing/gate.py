@@ -62,11 +62,15 @@ class GateTimeout(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A request that waits; ``result`` gets its ticket, or None when no worker is left for it."""
+    """A request that waits; ``result`` gets its ticket, or None when no worker is left for it.
+
+    ``prefill_s`` is what its uncached tokens take on the worker that was best when it came.
+    """
 
     plan: Plan
     since_s: float
     result: asyncio.Future[Ticket | None]
+    prefill_s: float = 0.0
     deadline: asyncio.TimerHandle | None = None
 
 
@@ -137,6 +141,11 @@ class Gate:
         line = self.lines.get(pool)
         return 0 if line is None else len(line.queue)
 
+    def waiting_prefill_s(self, pool: str) -> float:
+        """Return the prefill seconds of those who wait for a pool; 0 while no speed is known."""
+        line = self.lines.get(pool)
+        return 0.0 if line is None else sum(place.item.prefill_s for place in line.queue.places())
+
     async def wait(self, plan: Plan, decision: Decision) -> Ticket | None:
         """Wait for a worker and return the request's ticket; None when none is left for it.
 
@@ -160,7 +169,9 @@ class Gate:
                 raise GateFull(len(line.queue), until_free_s)
         self.lines[pool.name] = line
         plan.queued = True
-        waiting = _Waiting(plan, now_s, asyncio.get_running_loop().create_future())
+        prefill_s = 0.0 if decision.chosen is None else decision.chosen.prefill_s
+        result = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(plan, now_s, result, prefill_s)
         place = line.queue.add(waiting, plan.inbound.tenant, float(plan.num_tokens))
         deadline_s = pool.deadline_s
         if plan.inbound.deadline_s is not None:

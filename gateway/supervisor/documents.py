@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from gateway.usage.scale_down import merged_rows, scale_down
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -79,6 +81,8 @@ def merge_worth(documents: list[Document]) -> Document:
     merged["documents"].sort(key=lambda row: -row["shared_tokens"])
     advice = {orjson.dumps(item): item for document in documents for item in document["advice"]}
     merged["advice"] = list(advice.values())
+    merged["workers"] = merged_rows(document.get("workers", ()) for document in documents)
+    merged["scale_down"] = scale_down(merged["workers"])
     return merged
 
 

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
 # What each process has for itself.
-SUMMED_GAUGES = frozenset(("warmlane_in_flight_requests", "warmlane_queued_tokens"))
+SUMMED_GAUGES = frozenset(
+    {"warmlane_in_flight_requests", "warmlane_queued_tokens"}
+    | {"warmlane_queued_prefill_seconds", "warmlane_worker_cache_value_seconds"}
+)
 # One process that sees a fault is enough to show it.
 LOWEST_GAUGES = frozenset(
     ("warmlane_worker_ready", "warmlane_worker_exact", "warmlane_worker_parity")

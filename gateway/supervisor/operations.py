@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -11,7 +12,9 @@ from aiohttp import web
 from gateway.supervisor.documents import merge_index, merge_misses, merge_workers, merge_worth
 from gateway.supervisor.exposition import merge, render
 from gateway.supervisor.peers import PEER_HEADER, STREAMED, Answer, passed_on
+from gateway.supervisor.usage import USAGE_PATH, merged_usage
 from gateway.supervisor.windows import gauge_lines
+from gateway.usage.document import CSV_CONTENT_TYPE, usage_csv, wants_csv
 from gateway.warm.merge import merge_documents, merge_purges
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ class Operations:
         clock: Monotonic seconds, the children's.
         max_body_bytes: Bound on what an operator may send.
         lines: More metrics, of the supervisor itself.
+        clock_unix: Seconds since 1970.
     """
 
     def __init__(
@@ -56,12 +60,14 @@ class Operations:
         clock: Callable[[], float],
         max_body_bytes: int,
         lines: Callable[[], Iterator[str]] = lambda: iter(()),
+        clock_unix: Callable[[], float] = time.time,
     ) -> None:
         self._children = children
         self._ended = ended
         self._clock = clock
         self._max_body_bytes = max_body_bytes
         self._lines = lines
+        self._since_unix_s = clock_unix()
 
     def app(self, *, is_internal: bool) -> web.Application:
         """Build the application of the admin port, or of the children's socket.
@@ -75,12 +81,17 @@ class Operations:
             peer = request.headers.get(PEER_HEADER) if is_internal else request.remote
             return await self._admin(request, passed_on(request, peer))
 
+        async def usage(request: web.Request) -> web.StreamResponse:
+            peer = request.headers.get(PEER_HEADER) if is_internal else request.remote
+            return await self._usage(request, passed_on(request, peer))
+
         app.add_routes(
             [
                 web.get("/metrics", self.metrics),
                 web.get("/health", self.live),
                 web.get("/health/live", self.live),
                 web.get("/health/ready", self.ready),
+                web.get(USAGE_PATH, usage),
                 web.route("*", "/admin/v1/{tail:.*}", admin),
             ]
         )
@@ -118,19 +129,30 @@ class Operations:
         merged = (MERGED if request.method == "GET" else MERGED_POSTS).get(request.path)
         if merged is None and (request.method == "GET" or request.path in BY_ONE):
             living = living[:1]
-        asked = await asyncio.gather(
-            *(c.peer.ask(request.method, request.path_qs, headers, body) for c in living),
-            return_exceptions=True,
-        )
-        answers = [answer for answer in asked if isinstance(answer, Answer)]
-        for answer in answers:
-            if answer.status >= 400:
-                return answer.response()
-        if not answers:
-            return _unavailable()
+        answers = await _asked(living, request.method, request.path_qs, headers, body)
+        if (refusal := _refusal(answers)) is not None:
+            return refusal
         if merged is not None:
             documents = [orjson.loads(answer.body) for answer in answers]
             answers[0].body = orjson.dumps(merged(documents))
+        return answers[0].response()
+
+    async def _usage(self, request: web.Request, headers: dict[str, str]) -> web.Response:
+        """``GET /admin/v1/usage``: what tenants used in all processes, those that died included."""
+        wanted = headers.pop("accept", "")
+        living = [child for child in self._children if child.is_ready]
+        # So that what is told here stays counted when a process dies.
+        await asyncio.gather(*(child.scrape() for child in living))
+        answers = await _asked(living, "GET", USAGE_PATH, headers)
+        if (refusal := _refusal(answers)) is not None:
+            return refusal
+        documents = [orjson.loads(answer.body) for answer in answers]
+        document = merged_usage(documents, self._ended, self._since_unix_s)
+        if wants_csv(request.query, wanted):
+            return web.Response(
+                body=usage_csv(document), headers={"content-type": CSV_CONTENT_TYPE}
+            )
+        answers[0].body = orjson.dumps(document)
         return answers[0].response()
 
     def _own_lines(self) -> Iterator[str]:
@@ -143,6 +165,24 @@ class Operations:
         yield "# TYPE warmlane_process_restarts_total counter"
         yield f"warmlane_process_restarts_total {restarts}"
         yield from self._lines()
+
+
+async def _asked(
+    living: Sequence[Child], method: str, path: str, headers: dict[str, str], body: bytes = b""
+) -> list[Answer]:
+    """Return what those processes answer that do."""
+    asked = await asyncio.gather(
+        *(child.peer.ask(method, path, headers, body) for child in living), return_exceptions=True
+    )
+    return [answer for answer in asked if isinstance(answer, Answer)]
+
+
+def _refusal(answers: Sequence[Answer]) -> web.Response | None:
+    """Return the first answer that is an error, one of our own where nobody answers, or None."""
+    for answer in answers:
+        if answer.status >= 400:
+            return answer.response()
+    return None if answers else _unavailable()
 
 
 def _unavailable() -> web.Response:

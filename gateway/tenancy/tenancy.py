@@ -179,6 +179,10 @@ class Tenancy:
         """Whether requests need no key, since there is no tenant."""
         return not self._tenants
 
+    def is_configured(self, name: str) -> bool:
+        """Whether there is a tenant of that name now."""
+        return name in self._tenants
+
     def named(self, name: str) -> Tenant:
         """Return a tenant as its own clients are it; nobody in particular if it is not there."""
         return self._tenants.get(name) or self.trusted(name)
@@ -269,13 +273,27 @@ def settle(grant: Grant, record: RequestRecord) -> None:
     Who leaves early pays for the prompt and for what was produced; nobody pays where the gateway or
     a worker failed before there was a first token.
     """
-    is_failed = record.outcome == "upstream_error" and record.ttft_s is None
-    if is_failed or not record.attempts or record.outcome in _FREE_OUTCOMES:
+    if _is_free(record):
         grant.settle(0, 0)
     else:
-        completion = record.completion_tokens
-        completion = record.counted_tokens if completion is None else completion
-        grant.settle(record.prompt_tokens, completion)
+        grant.settle(record.prompt_tokens, _completion_tokens(record))
+
+
+def used_tokens(record: RequestRecord) -> tuple[int, int]:
+    """Return the prompt and completion tokens that a finished request is charged."""
+    if _is_free(record):
+        return 0, 0
+    return record.prompt_tokens, _completion_tokens(record) or 0
+
+
+def _is_free(record: RequestRecord) -> bool:
+    is_failed = record.outcome == "upstream_error" and record.ttft_s is None
+    return is_failed or not record.attempts or record.outcome in _FREE_OUTCOMES
+
+
+def _completion_tokens(record: RequestRecord) -> int | None:
+    told = record.completion_tokens
+    return record.counted_tokens if told is None else told
 
 
 def _bearer(value: str) -> bytes | None:

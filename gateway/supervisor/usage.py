@@ -1,0 +1,52 @@
+"""The usage of several processes as one gateway's, with what processes that died had counted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.supervisor.exposition import render
+from gateway.usage.account import TenantUsage
+from gateway.usage.document import merge_usage, usage_document
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gateway.supervisor.exposition import Snapshot
+
+USAGE_PATH = "/admin/v1/usage"
+_REQUESTS = "warmlane_tenant_requests_total"
+_SAVED = "warmlane_tenant_saved_seconds_total"
+_TOKENS = "warmlane_tenant_tokens_total"
+
+
+def merged_usage(
+    documents: Sequence[dict[str, Any]], ended: Snapshot, since_unix_s: float
+) -> dict[str, Any]:
+    """Return ``GET /admin/v1/usage`` of all processes, dead ones included.
+
+    Args:
+        documents: Of the living ones.
+        ended: What dead ones had counted when they were scraped last.
+        since_unix_s: When the first of them began.
+    """
+    now_unix_s = max(document["now_unix_s"] for document in documents)
+    dead = usage_document(_ended(ended).items(), since_unix_s, now_unix_s)
+    return merge_usage([*documents, dead])
+
+
+def _ended(ended: Snapshot) -> dict[str, TenantUsage]:
+    names = (_REQUESTS, _SAVED, _TOKENS)
+    text = render({name: ended[name] for name in names if name in ended})
+    tenants: dict[str, TenantUsage] = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            usage = tenants.setdefault(sample.labels["tenant"], TenantUsage())
+            if sample.name == _TOKENS:
+                setattr(usage, f"{sample.labels['kind']}_tokens", int(sample.value))
+            elif sample.name == _REQUESTS:
+                usage.requests = int(sample.value)
+            else:
+                usage.saved_s = sample.value
+    return tenants

@@ -1,0 +1,1 @@
+"""Who used how much, and what each worker's cache saves: for bills, autoscaling and scale-down."""
