@@ -30,6 +30,7 @@ from gateway.proxy.headers import request_id_from
 from gateway.proxy.responses import error_response, json_response
 from gateway.proxy.rewrite import Rewrite
 from gateway.routing.dispatch import Inbound, explain_json
+from gateway.telemetry.exposition import content_type, wants_open_metrics
 from gateway.tenancy import Tenancy
 from gateway.usage.document import CSV_CONTENT_TYPE, usage_csv, wants_csv
 
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
     from gateway.warm.warmer import Warmer
     from gateway.worth.account import WorthAccount
 
-# What Prometheus' text parsers expect.
-METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # By these a proxy says for whom it asks: somebody else then, wherever the proxy is.
 _FORWARDED = ("x-forwarded-for", "forwarded", "x-real-ip")
 
@@ -135,10 +134,12 @@ class Admin:
             web.post("/admin/v1/explain", self._guarded(self.explain)),
         ]
 
-    async def metrics(self, _request: web.Request) -> web.Response:
-        """``GET /metrics``."""
+    async def metrics(self, request: web.Request) -> web.Response:
+        """``GET /metrics``; OpenMetrics, with exemplars, where the scraper takes it."""
+        open_metrics = wants_open_metrics(request.headers.get("accept", ""))
         return web.Response(
-            body=self._telemetry.render(), headers={"content-type": METRICS_CONTENT_TYPE}
+            body=await self._telemetry.render_in_slices(open_metrics=open_metrics),
+            headers={"content-type": content_type(open_metrics=open_metrics)},
         )
 
     async def workers(self, request: web.Request) -> web.Response:

@@ -1,7 +1,8 @@
 """Live state as metrics: read at scrape time, so that a worker's series leave with it.
 
 The contract's twelve names are bare samples with ``scope``; a value nobody reports is absent,
-never 0. Each has a typed twin for alerts, here or in ``gateway/telemetry/requests.py``.
+never 0. Each has a typed twin for alerts, in ``gateway/fleet/figures.py`` or in
+``gateway/telemetry/requests.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from gateway.fleet.scrape import WORKER_VALUES
+from gateway.fleet.figures import SCOPE, WORKER, engine_state, reported, twins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -26,11 +27,6 @@ if TYPE_CHECKING:
     from gateway.fleet.fleet import Fleet
     from gateway.telemetry.requests import Observed, Telemetry
 
-SCOPE = ("scope", "worker")
-WORKER = ("pool", "worker")
-CUMULATIVE = {"kv_cache_eviction_count", "gpu_stall_due_to_kv_restore"}
-# Adding means over workers would be no latency of anything; these have no fleet sample.
-MEANS = {"kv_cache_offload_read_latency", "kv_cache_offload_write_latency"}
 # warmlane_kv_event_NAME_total -> what it counts, and where that is read.
 EVENT_COUNTS: dict[str, tuple[str, Callable[[Feed], int]]] = {
     "gaps": ("Times KV events were missing", lambda feed: feed.subscriber.gaps),
@@ -62,7 +58,9 @@ class FleetCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
         yield from self._observed()
-        yield from self._reported()
+        yield from reported(self._fleet)
+        yield from twins(self._fleet)
+        yield from engine_state(self._fleet, self._telemetry.request_tokens)
         yield from self._state()
         yield from self._events()
 
@@ -112,27 +110,6 @@ class FleetCollector(Collector):
             if value is not None:
                 family.add_metric(("worker", worker), value)
         return family
-
-    def _reported(self) -> Iterator[Metric]:
-        """Yield the contract's names that only workers can know, as they reported them."""
-        for name in WORKER_VALUES:
-            text = "As reported by the workers"
-            family = (
-                UntypedMetricFamily(name, text, labels=SCOPE)
-                if name in CUMULATIVE
-                else GaugeMetricFamily(name, text, labels=SCOPE)
-            )
-            values = {
-                watch.name: watch.scrape.values[name]
-                # Ranks share the watch of their address.
-                for watch in dict.fromkeys(self._fleet.watches.values())
-                if name in watch.scrape.values
-            }
-            if values and name not in MEANS:
-                family.add_metric(("fleet", ""), sum(values.values()))
-            for worker, value in values.items():
-                family.add_metric(("worker", worker), value)
-            yield family
 
     def _state(self) -> Iterator[Metric]:
         """Yield the typed state of workers and index."""

@@ -83,7 +83,7 @@ class Scrape:
     kv_dtype: str = ""
     by_rank: dict[tuple[str, str], float] = field(default_factory=dict)
 
-    def of(self, figure: str, rank: int | None) -> float | None:
+    def of_rank(self, figure: str, rank: int | None) -> float | None:
         """Return ``running``, ``waiting`` or ``kv_usage`` of one rank; None = of the address."""
         if rank is not None:
             return self.by_rank.get((figure, str(rank)))

@@ -10,11 +10,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector
 
+from gateway.telemetry.build import BuildCollector
+from gateway.telemetry.by_hit import ByHit
 from gateway.telemetry.choices import Choices
+from gateway.telemetry.exposition import join_in_slices, write
 from gateway.telemetry.factory import Factory
+from gateway.telemetry.lag import LoopLag
 from gateway.telemetry.window import Window
 
 if TYPE_CHECKING:
@@ -25,14 +28,20 @@ if TYPE_CHECKING:
     from gateway.telemetry.factory import Count, Distribution
     from gateway.telemetry.record import RequestRecord
 
-# OpenTelemetry's GenAI buckets, longer at the end for prefills of 100k tokens.
+# OpenTelemetry's GenAI buckets, longer at the end for prefills of 100k tokens and queues before
+# them, up to the longest that a first byte is waited for (``server.limits.first_byte_s``).
 TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0),
 )
 # A decision takes tens of microseconds; tokenizing a long new prompt takes tens of milliseconds.
 ROUTE_BUCKETS_S = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.5)
-DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+# Up to the longest that a request may take (``server.limits.request_s``).
+DURATION_BUCKETS_S = (
+    *(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
+)
+# How much of the mean request's length one more request counts: about the last hundred of a pool.
+LENGTH_ALPHA = 0.01
 
 
 @dataclass(slots=True)
@@ -65,15 +74,28 @@ class Observed:
 
 
 class Telemetry:
-    """Owns the registry; called from the event loop only."""
+    """Owns the registry; called from the event loop only.
+
+    Attributes:
+        registry: All families of the process.
+        fleet: What all workers did together.
+        workers: Worker id -> what it did.
+        request_tokens: Pool -> tokens of a request there, prompt and completion, a running mean.
+        lag: Measures how late the event loop is; whoever owns the loop runs it.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
         self.fleet = Observed()
         self.workers: dict[str, Observed] = {}
+        self.request_tokens: dict[str, float] = {}
         self._clock = clock
         self._bound: dict[tuple[str, ...], _RequestSeries] = {}
-        make = Factory(self.registry)
+        # Only what the process itself says; nothing is read before somebody scrapes.
+        ProcessCollector(registry=self.registry)
+        self.registry.register(BuildCollector())
+        self._make = make = Factory(self.registry)
+        self.lag = LoopLag(make)
         self._requests = make.counter(
             "warmlane_requests", "Finished requests", "pool", "worker", "outcome"
         )
@@ -92,6 +114,11 @@ class Telemetry:
         self._observed = make.counter(
             "warmlane_observed_hit_tokens",
             "Prompt tokens the worker reported as cached",
+            *("pool", "worker"),
+        )
+        self._computed = make.counter(
+            "warmlane_computed_prompt_tokens",
+            "Prompt tokens the worker reported as not cached, which it had to compute",
             *("pool", "worker"),
         )
         self._error = make.counter(
@@ -123,42 +150,59 @@ class Telemetry:
             ROUTE_BUCKETS_S,
             "pool",
         )
+        self._worker = make.label("worker")
         self._choices = Choices(make)
+        self._by_hit = ByHit(make, TTFT_BUCKETS_S)
 
     def observe(self, record: RequestRecord) -> None:
         """Record one finished request."""
         worker = self.workers.get(record.worker)
         if worker is None and record.worker:
-            worker = self.workers[record.worker] = Observed()
+            # Beyond what labels may have, all share one.
+            worker = self.workers.setdefault(self._worker.of(record.worker), Observed())
         # Answers that are not streamed, of workers that report no cached tokens, show neither.
         if record.ttft_s is not None or record.observed_hit_tokens is not None:
             now_s = self._clock()
             self.fleet.add(record, now_s)
             if worker is not None:
                 worker.add(record, now_s)
+        if record.prompt_tokens and record.worker:
+            self._count_length(record)
         self._requests_of(record).add(record)
         self._choices.add(record)
+        self._by_hit.add(record)
 
     def forget_worker(self, worker: str) -> None:
         """Remove the series of a worker that left."""
         self.workers.pop(worker, None)
+        self._worker.forget(worker)
         for key in [key for key in self._bound if key[1] == worker]:
             del self._bound[key]
         for metric in (self._requests, self._attempts, self._prompt, self._predicted):
             metric.remove_by_labels({"worker": worker})
-        for metric in (self._observed, self._error, self._completion):
+        for metric in (self._observed, self._computed, self._error, self._completion):
             metric.remove_by_labels({"worker": worker})
         for histogram in (self._ttft, self._predicted_ttft, self._duration):
             histogram.remove_by_labels({"worker": worker})
         self._choices.forget_worker(worker)
 
-    def render(self) -> bytes:
-        """Return the exposition text."""
-        return generate_latest(self.registry)
+    def render(self, *, open_metrics: bool = False) -> bytes:
+        """Return the exposition text, in one go; for a live gateway see ``render_in_slices``."""
+        return "".join(write(self.registry.collect(), open_metrics=open_metrics)).encode()
+
+    async def render_in_slices(self, *, open_metrics: bool = False) -> bytes:
+        """Return the exposition text, and let others run in between."""
+        return await join_in_slices(write(self.registry.collect(), open_metrics=open_metrics))
 
     def register(self, collector: Collector) -> None:
         """Add a collector that reads live state at scrape time."""
         self.registry.register(collector)
+
+    def _count_length(self, record: RequestRecord) -> None:
+        completion = record.completion_tokens or record.counted_tokens or 0
+        length = record.prompt_tokens + completion
+        mean = self.request_tokens.get(record.pool, float(length))
+        self.request_tokens[record.pool] = mean + LENGTH_ALPHA * (length - mean)
 
     def _requests_of(self, record: RequestRecord) -> _RequestSeries:
         key = (record.pool, record.worker, record.outcome, record.reason)
@@ -172,6 +216,7 @@ class Telemetry:
                 prompt=self._prompt.labels(*labels),
                 predicted=self._predicted.labels(*labels),
                 observed=self._observed.labels(*labels),
+                computed=self._computed.labels(*labels),
                 error=self._error.labels(*labels),
                 completion=self._completion.labels(*labels),
                 ttft=self._ttft.labels(*labels),
@@ -192,6 +237,7 @@ class _RequestSeries:
     prompt: Count
     predicted: Count
     observed: Count
+    computed: Count
     error: Count
     completion: Count
     ttft: Distribution
@@ -201,7 +247,7 @@ class _RequestSeries:
 
     def add(self, record: RequestRecord) -> None:
         self.finished.inc()
-        self.duration.observe(record.duration_s)
+        self.duration.observe(record.duration_s, record.trace_id)
         if not record.worker:
             return
         self.decided.inc()
@@ -212,10 +258,11 @@ class _RequestSeries:
             self.retries.inc(record.attempts - 1)
         if record.observed_hit_tokens is not None:
             self.observed.inc(record.observed_hit_tokens)
+            self.computed.inc(max(0, record.prompt_tokens - record.observed_hit_tokens))
             self.error.inc(abs(record.observed_hit_tokens - record.predicted_hit_tokens))
         if record.completion_tokens:
             self.completion.inc(record.completion_tokens)
         if record.ttft_s is not None:
-            self.ttft.observe(record.ttft_s)
+            self.ttft.observe(record.ttft_s, record.trace_id)
             if record.predicted_ttft_s is not None:
                 self.predicted_ttft.observe(record.predicted_ttft_s)
