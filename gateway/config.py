@@ -23,6 +23,7 @@ from gateway.section import (
     Seconds,
     Section,
     Share,
+    check_collector_url,
     check_worker_url,
     check_zmq_address,
 )
@@ -324,6 +325,11 @@ class TelemetryConfig(Section):
     decision_log: str | None = None
     trace_sample: Share = 0.01
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _collector_url(cls, value: str | None) -> str | None:
+        return None if value is None else check_collector_url(value)
 
 
 class Settings(Section):

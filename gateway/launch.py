@@ -48,10 +48,10 @@ def serve_forever(file: ConfigFile) -> int:
     _, warnings = unsupported(settings)
     if settings.server.processes > 1:
         admin_token(settings.server)
-        _warn(warnings)
+        _warn(settings, warnings)
         return run_loop(Supervisor(settings, file=file).run())
     gateway = Gateway(settings)
-    _warn(warnings)
+    _warn(settings, warnings)
     run_loop(_run_alone(gateway, file))
     return 0
 
@@ -59,6 +59,7 @@ def serve_forever(file: ConfigFile) -> int:
 async def _run_alone(gateway: Gateway, file: ConfigFile) -> None:
     reloader = Reloader(file, gateway.settings, gateway.reload)
     gateway.telemetry.register(ReloadCollector(reloader))
+    gateway.observing.console.is_reloaded = lambda: reloader.is_last_good
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, reloader.ask)
     task = loop.create_task(reloader.run())
@@ -101,9 +102,12 @@ def _tell_ready(port: int) -> None:
     print(msgspec.json.encode({"ready": port}).decode(), flush=True)
 
 
-def _warn(warnings: list[str]) -> None:
+def _warn(settings: Settings, warnings: list[str]) -> None:
+    log = structlog.get_logger("warmlane")
     for warning in warnings:
-        structlog.get_logger("warmlane").warning("not_supported", what=warning)
+        log.warning("not_supported", what=warning)
+    if settings.telemetry.log_prompts:
+        log.warning("prompts_are_logged", why="telemetry.log_prompts", where="logs, traces, misses")
 
 
 if __name__ == "__main__":

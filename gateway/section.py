@@ -57,3 +57,21 @@ def check_worker_url(value: str) -> str:
     if parts.netloc.count(":") > 1 > value.count("["):
         raise ValueError(expected)
     return value.rstrip("/")
+
+
+def check_collector_url(value: str) -> str:
+    """Return ``value`` if it is an HTTP URL with a host; a path, a user and a query may follow.
+
+    Raises:
+        ValueError: If it is not; the message says what was expected.
+    """
+    try:
+        parts = urlsplit(value)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname)
+        valid = valid and (parts.port is None or parts.port > 0)
+    except ValueError:
+        valid = False
+    if not valid or parts.fragment or any(char.isspace() for char in value):
+        # The URL itself may carry a password.
+        raise ValueError("expected http://HOST[:PORT] of an OTLP collector, or its .../v1/traces")
+    return value

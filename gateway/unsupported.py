@@ -31,8 +31,6 @@ def unsupported(settings: Settings) -> tuple[list[str], list[str]]:
             warnings.append(
                 f"pools[{pool.name}].keep_warm: nothing can be warmed again without store: true"
             )
-    if settings.telemetry.otlp_endpoint:
-        warnings.append("telemetry.otlp_endpoint: traces are not exported by this version")
     return errors, warnings
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from gateway.errors import GatewayError
+    from gateway.tracing import Trace
 
     Handler = Callable[["Exchange"], Awaitable[None]]
 
@@ -108,11 +109,12 @@ class Exchange(ABC):
         is_ended: Whether the whole answer was sent.
         query: What stands behind the ``?`` of the target, empty if nothing does.
         limit_lines: Header lines of its answer, whatever that is, that tell of its tenant's limits.
+        trace: Notes what happens to it; None, as for most, where it is not traced.
     """
 
     __slots__ = (
         *("_is_chunked", "_protocol", "content_length", "head", "headers", "is_begun", "is_ended"),
-        *("is_http11", "keep_alive", "limit_lines", "path", "query"),
+        *("is_http11", "keep_alive", "limit_lines", "path", "query", "trace"),
     )
 
     def __init__(
@@ -137,6 +139,7 @@ class Exchange(ABC):
         self.is_ended = False
         self.limit_lines = b""
         self.query = ""
+        self.trace: Trace | None = None
         self._is_chunked = False
 
     # What a front provides.

@@ -81,6 +81,14 @@ class Surfaces:
         """The paths that are named in full."""
         return tuple(self._exact)
 
+    def route(self, path: str) -> str | None:
+        """Return the pattern that a path was found by; None if it is none of ours."""
+        if path in self._exact:
+            return path
+        if self.find(path) is None:
+            return None
+        return next(below + "{rest}" for below in self._below if path.startswith(below))
+
     def patterns(self) -> Iterator[str]:
         """Yield the paths as aiohttp's router takes them."""
         yield from self._exact

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from gateway.proxy.rewrite import Rewriter
     from gateway.routing.dispatch import Dispatcher
     from gateway.tenancy import Tenant
+    from gateway.tracing import Tracing
 
 log = structlog.get_logger("warmlane")
 
@@ -69,6 +70,7 @@ class Api:
     Attributes:
         proxy: Forwards the requests.
         tenancy: As given.
+        tracing: Decides which requests are traced; None = none is.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Api:
         self._clock = clock
         self._bodies = KnownBodies()
         self.tenancy = tenancy or Tenancy()
+        self.tracing: Tracing | None = None
         self.proxy = Proxy(dispatcher, limits, lifecycle, clock, rewriters, self.tenancy)
 
     def add_routes(self, app: web.Application) -> None:
@@ -175,6 +178,9 @@ class Api:
         request_id = request_id_from(exchange.headers.get("x-request-id"))
         spec = self._surfaces.find(exchange.path)
         record = RequestRecord(request_id, "" if spec is None else spec.name)
+        if self.tracing is not None:
+            head = exchange.head
+            exchange.trace = self.tracing.begin(head.headers, head.raw, record, started_s)
         task = asyncio.current_task()
         assert task is not None  # handlers run in tasks
         self._lifecycle.enter(task)
@@ -200,6 +206,8 @@ class Api:
         finally:
             self._lifecycle.leave(task)
             record.duration_s = self._clock() - started_s
+            if self.tracing is not None and exchange.trace is not None:
+                self.tracing.end(exchange.trace, record, self._surfaces.route(exchange.path))
             self._observe(record)
 
     async def _serve(

@@ -140,6 +140,8 @@ class Delivery:
         exchange = self._exchange
         if self._hearing.kept is not None and outcome is Outcome.OK:
             self._keep(parsed(data))
+        if exchange.trace is not None:
+            exchange.trace.heard(data)
         exchange.answer(answer.status, lines, said)
         if exchange.is_full:
             await self._drain()
@@ -216,6 +218,8 @@ class Delivery:
     def _account(self, observer: StreamObserver) -> GatewayError | None:
         """Finish the ticket of a stream that ended; the error to tell if it did not end well."""
         end = observer.end(is_cut=self._failure is not None)
+        if (trace := self._exchange.trace) is not None:
+            trace.heard(observer.first, *observer.last_events())
         if end.is_error:
             outcome = Outcome.UPSTREAM_ERROR
         elif end.is_complete:
@@ -292,6 +296,8 @@ class Delivery:
             self._ticket.finish(outcome, Usage(completion_tokens=usage.completion_tokens))
             self._ticket.observed_hit_tokens = usage.cached_tokens
         if usage is not None:
+            if (trace := self._exchange.trace) is not None:
+                trace.reported(usage)
             self._record.prompt_tokens = usage.prompt_tokens or self._record.prompt_tokens
             self._record.completion_tokens = usage.completion_tokens
 

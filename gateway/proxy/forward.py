@@ -12,11 +12,14 @@ from gateway.proxy.deadline import HEADER, deadline_of
 from gateway.proxy.headers import to_worker
 from gateway.proxy.retry import RetryBudget
 from gateway.proxy.sending import Form, Sending
+from gateway.routing.explain import index_age_s
+from gateway.tracing import without_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from gateway.front.exchange import Exchange
+    from gateway.front.exchange import Exchange, RequestHead
+    from gateway.proxy.headers import RawPairs
     from gateway.proxy.lifecycle import Lifecycle
     from gateway.proxy.limits import Limits
     from gateway.proxy.outbound import OffloadPut
@@ -93,18 +96,27 @@ class Proxy:
                 param="model",
             )
         record.pool = target.pool.name
-        head = exchange.head
-        if not head.lines:
-            named = head.headers.get("connection")
-            keeps_keys = self._tenancy is None or self._tenancy.keeps_keys
-            head.lines = to_worker(head.raw, named, self.limits.head_bytes, keeps_keys=keeps_keys)
-        headers = b"%bx-request-id: %b\r\n" % (head.lines, record.request_id.encode())
+        head, trace = exchange.head, exchange.trace
+        if trace is not None:
+            lines = self._lines(head, without_context(head.raw))
+        else:
+            lines = head.lines = head.lines or self._lines(head, head.raw)
+        headers = b"%bx-request-id: %b\r\n" % (lines, record.request_id.encode())
         routing_s = self.clock()
         form = self._known(target, inbound, body) or await self._routed(target, inbound, body)
         decision = self.dispatcher.choose(form.plan)
         record.route_s = self.clock() - routing_s
+        if trace is not None:
+            decided_s = (routing_s, routing_s + record.route_s)
+            trace.decided(inbound, decision, decided_s, index_age_s(form.plan, decision))
         sending = Sending(self, exchange, form, headers, body, inbound, record, started_s, way)
         await sending.run(decision)
+
+    def _lines(self, head: RequestHead, raw: RawPairs) -> bytes:
+        """Return the header lines that go to a worker, of those in ``raw``."""
+        keeps_keys = self._tenancy is None or self._tenancy.keeps_keys
+        named = head.headers.get("connection")
+        return to_worker(raw, named, self.limits.head_bytes, keeps_keys=keeps_keys)
 
     async def plan(self, pool: Pool, inbound: Inbound, body: bytes) -> Form:
         """Plan a request for one pool, in the form in which it will be sent there."""

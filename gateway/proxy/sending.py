@@ -143,6 +143,8 @@ class Sending:
                 raise
             finally:
                 _settle(self._record, ticket)
+                if (trace := self._exchange.trace) is not None:
+                    trace.end_attempt(self._proxy.clock())
             if other is None:
                 return
             decision, ticket = other, None
@@ -202,10 +204,12 @@ class Sending:
 
     async def _attempt(self, ticket: Ticket) -> Decision | None:
         """Ask one worker and deliver its answer, or return the decision for another attempt."""
+        headers, deadline_s = self._headers, self._inbound.deadline_s
+        if (trace := self._exchange.trace) is not None:
+            headers += trace.begin_attempt(self._plan.pool, ticket, self._proxy.clock())
         upstream, limits = ticket.worker.upstream, self._proxy.limits
         if upstream is None:
             raise LookupError(f"worker {ticket.worker.id} has no connections")
-        headers, deadline_s = self._headers, self._inbound.deadline_s
         if deadline_s is not None:
             headers += line_of(self._left_s(ticket, deadline_s))
         said = (self._plan, ticket, headers, self._body, self._proxy.offload_put)
@@ -241,6 +245,8 @@ class Sending:
             raise WorkerFailed(
                 f"Worker {ticket.worker.id} sent no valid answer: {error}.", code="bad_answer"
             ) from error
+        if trace is not None:
+            trace.answered(answer.status)
         try:
             if answer.status in _REFUSALS:
                 other = await self._refused(ticket, answer)

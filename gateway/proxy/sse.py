@@ -120,7 +120,7 @@ class StreamObserver:
         is_done = is_finished = is_error = False
         usage: Usage | None = None
         num_choices = 0
-        for data in reversed(self._last_events()):
+        for data in reversed(self.last_events()):
             if data == _DONE:
                 is_done = True
             elif isinstance(document := parsed(data), dict):
@@ -145,7 +145,8 @@ class StreamObserver:
         """Whether an event brings something that was generated."""
         return _has_token(document)
 
-    def _last_events(self) -> list[bytes]:
+    def last_events(self) -> list[bytes]:
+        """Return the data of the last events, as far as they are kept."""
         return list(events(b"".join(self._tail) + self._held))
 
     def _trim(self) -> None:

@@ -82,7 +82,7 @@ def explain_json(
         ],
         "decision": _decision(decision),
         "state": {
-            "index_age_s": _index_age_s(plan, decision),
+            "index_age_s": index_age_s(plan, decision),
             "load_age_s": _load_age_s(plan, decision),
         },
         "unread": plan.unread,
@@ -168,7 +168,7 @@ def _candidate(c: Candidate, e: Estimate, *, seconds: bool, is_compared: bool) -
     }
 
 
-def _index_age_s(plan: Plan, decision: Decision) -> float | None:
+def index_age_s(plan: Plan, decision: Decision) -> float | None:
     """Age of the newest event of the event-fed workers; None when there are none."""
     events = [
         worker.last_event_s

@@ -214,7 +214,6 @@ def test_any_other_worker_url_is_refused(url: str) -> None:
 
 IGNORED = {
     "tenants[acme]": (MINIMAL + "tenants: [{name: acme, weight: 2}]\n"),
-    "telemetry.otlp_endpoint": (MINIMAL + "telemetry: {otlp_endpoint: 'http://h'}\n"),
 }
 
 
