@@ -6,10 +6,12 @@ here, in one line.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from typing import TYPE_CHECKING
 
+from gateway.console import Console
 from gateway.discovery.metrics import DiscoveryCollector
 from gateway.fleet.metrics import FleetCollector
 from gateway.fleet.sharing import SharingCollector
@@ -23,6 +25,7 @@ from gateway.telemetry.log_metrics import DecisionLogCollector
 from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.requests import Telemetry
 from gateway.tenancy.metrics import TenancyCollector
+from gateway.tracing import SpanCollector, make_tracing
 from gateway.usage.metrics import UsageCollector
 from gateway.usage.usage import Usage
 from gateway.warm.metrics import WarmCollector
@@ -78,17 +81,21 @@ class Observing:
     Attributes:
         telemetry: Counts, and owns the registry.
         usage: What tenants used, and what workers' caches save.
+        console: The operator's page.
         request_log: A line per request; None where the log level hides them.
         decision_log: The decisions written down; None where that is not configured.
+        tracing: Decides which requests are traced; None where no collector is configured.
     """
 
     def __init__(self, settings: Settings, parts: Parts) -> None:
         self._parts = parts
         self.telemetry = Telemetry()
         self.usage = Usage(parts.fleet.pools, parts.tenancy.is_configured)
+        self.console = Console(parts, self.telemetry, self.usage)
         logs_requests = settings.telemetry.log_level in ("debug", "info")
         self.request_log = RequestLog(sys.stderr.buffer) if logs_requests else None
         self.decision_log = make_decision_log(settings)
+        self.tracing = make_tracing(settings)
         self._decisions: DecisionLogger | None = None
         if self.decision_log is not None:
             self._decisions = DecisionLogger(self.decision_log)
@@ -116,12 +123,19 @@ class Observing:
         yield WarmCollector(warmer.counts, warmer.num_warm, warmer.stored)
         if self.decision_log is not None:
             yield DecisionLogCollector(self.decision_log)
+        if self.tracing is not None:
+            yield SpanCollector(self.tracing.export)
+
+    async def run(self) -> None:
+        """Measure what needs a clock of its own, until cancelled."""
+        await asyncio.gather(self.telemetry.lag.run(), self.console.run())
 
     def observe(self, record: RequestRecord) -> None:
         """Take note of a request of a client that is over."""
         self.telemetry.observe(record)
         self._parts.fleet.observe(record)
         self.usage.observe(record)
+        self.console.decisions.add(record)
         if self.request_log is not None:
             self.request_log.add(record)
 

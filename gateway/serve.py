@@ -175,6 +175,7 @@ class Gateway:
         for sharer in self._sharers:
             self._share(sharer.run())
         self._share(self.tenancy.keyring.run())
+        self._share(self.observing.run())
         await self.fleet.start()
         self._share(self.discovery.run())
         await self.discovery.first_answers()
@@ -210,6 +211,8 @@ class Gateway:
         await self.warmer.close()
         await self.fleet.stop()
         await self.operators.close()
+        if self.observing.tracing is not None:
+            await self.observing.tracing.export.close()
         self.observing.close()
 
     def _share_over(self, link: Link) -> SharedFirstSeen:
@@ -257,6 +260,7 @@ class Gateway:
             warmer=self.warmer,
             tenancy=self.tenancy,
             usage=self.observing.usage,
+            console=self.observing.console,
         )
         tokenize = Tokenize(self.dispatcher, self.limits, self.tenancy)
         app = make_app(
@@ -269,6 +273,7 @@ class Gateway:
             pass_through=server.pass_through,
         )
         app[API].proxy.offload_put = self.worth.offload_put
+        app[API].tracing = self.observing.tracing
         self.operators = Operators(server, self._role, admin, self.telemetry, self.reload)
         self.operators.place(app)
         return app

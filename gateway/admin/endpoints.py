@@ -37,6 +37,7 @@ from gateway.usage.document import CSV_CONTENT_TYPE, usage_csv, wants_csv
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
+    from gateway.console.endpoints import Console
     from gateway.fleet.fleet import Fleet
     from gateway.misses.report import MissReport
     from gateway.proxy.body import Surface
@@ -71,6 +72,7 @@ class Admin:
         warmer: Warms workers up; without one there are no such endpoints.
         tenancy: Knows the tenants' cache salts; None = there are none.
         usage: What tenants used and caches save; without it there is no such endpoint.
+        console: The operator's page; without it there is none.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Admin:
         warmer: Warmer | None = None,
         tenancy: Tenancy | None = None,
         usage: Usage | None = None,
+        console: Console | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._fleet = fleet
@@ -99,6 +102,7 @@ class Admin:
         self._rewriters = rewriters or {}
         self._worth = worth
         self._usage = usage
+        self._console = console
         self._shared = shared
         self._tenancy = tenancy or Tenancy()
         self._warm = (
@@ -115,6 +119,10 @@ class Admin:
             reports.append(web.get("/admin/v1/worth", self._guarded(self.worth)))
         if self._usage is not None:
             reports.append(web.get("/admin/v1/usage", self._guarded(self.usage)))
+        if self._console is not None:
+            reports += self._console.routes(
+                self._guarded, self._guarded_page, needs_token=self._token is not None
+            )
         if self._warm is not None:
             reports += [
                 web.post("/admin/v1/warm", self._guarded(self._warm.warm)),
@@ -269,28 +277,47 @@ class Admin:
         self, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """Let only operators through, and give their errors the usual shape."""
+        return _checked(handler, self._check_access)
 
-        async def guarded(request: web.Request) -> web.StreamResponse:
-            try:
-                self._check_access(request)
-                return await handler(request)
-            except GatewayError as error:
-                request_id = request_id_from(request.headers.get("x-request-id"))
-                return error_response(error, request_id)
-
-        return guarded
+    def _guarded_page(
+        self, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Likewise for a page that tells nothing: a browser asks for it without the token."""
+        return _checked(handler, self._check_loopback if self._token is None else _anybody)
 
     def _check_access(self, request: web.Request) -> None:
         if self._token is None:
-            if not _is_loopback(request):
-                raise Forbidden(
-                    "No admin token is configured, so admin endpoints answer loopback only; "
-                    "set server.access.admin_token_env."
-                )
+            self._check_loopback(request)
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not _is_same(given.strip(), self._token):
             raise Unauthorized("The admin token is missing or wrong.", code="invalid_admin_token")
+
+    def _check_loopback(self, request: web.Request) -> None:
+        if not _is_loopback(request):
+            raise Forbidden(
+                "No admin token is configured, so admin endpoints answer loopback only; "
+                "set server.access.admin_token_env."
+            )
+
+
+def _checked(
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    check: Callable[[web.Request], None],
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def checked(request: web.Request) -> web.StreamResponse:
+        try:
+            check(request)
+            return await handler(request)
+        except GatewayError as error:
+            request_id = request_id_from(request.headers.get("x-request-id"))
+            return error_response(error, request_id)
+
+    return checked
+
+
+def _anybody(_request: web.Request) -> None:
+    """Let everybody through."""
 
 
 def _is_same(given: str, secret: str) -> bool:
