@@ -26,7 +26,6 @@ from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.requests import Telemetry
 from gateway.tenancy.metrics import TenancyCollector
 from gateway.tracing import SpanCollector, make_tracing
-from gateway.tracing import SpanCollector, make_tracing
 from gateway.usage.metrics import UsageCollector
 from gateway.usage.usage import Usage
 from gateway.warm.metrics import WarmCollector
@@ -86,7 +85,6 @@ class Observing:
         request_log: A line per request; None where the log level hides them.
         decision_log: The decisions written down; None where that is not configured.
         tracing: Decides which requests are traced; None where no collector is configured.
-        tracing: Decides which requests are traced; None where no collector is configured.
     """
 
     def __init__(self, settings: Settings, parts: Parts) -> None:
@@ -97,7 +95,6 @@ class Observing:
         logs_requests = settings.telemetry.log_level in ("debug", "info")
         self.request_log = RequestLog(sys.stderr.buffer) if logs_requests else None
         self.decision_log = make_decision_log(settings)
-        self.tracing = make_tracing(settings)
         self.tracing = make_tracing(settings)
         self._decisions: DecisionLogger | None = None
         if self.decision_log is not None:
@@ -126,8 +123,6 @@ class Observing:
         yield WarmCollector(warmer.counts, warmer.num_warm, warmer.stored)
         if self.decision_log is not None:
             yield DecisionLogCollector(self.decision_log)
-        if self.tracing is not None:
-            yield SpanCollector(self.tracing.export)
         if self.tracing is not None:
             yield SpanCollector(self.tracing.export)
 

@@ -213,8 +213,6 @@ class Gateway:
         await self.operators.close()
         if self.observing.tracing is not None:
             await self.observing.tracing.export.close()
-        if self.observing.tracing is not None:
-            await self.observing.tracing.export.close()
         self.observing.close()
 
     def _share_over(self, link: Link) -> SharedFirstSeen:
@@ -275,7 +273,6 @@ class Gateway:
             pass_through=server.pass_through,
         )
         app[API].proxy.offload_put = self.worth.offload_put
-        app[API].tracing = self.observing.tracing
         app[API].tracing = self.observing.tracing
         self.operators = Operators(server, self._role, admin, self.telemetry, self.reload)
         self.operators.place(app)
