@@ -146,6 +146,12 @@ async def decisions(request: web.Request) -> web.Response:
     return json_response({"decisions": listed})
 
 
+async def selftest(request: web.Request) -> web.Response:
+    """Stress-test the lower tiers that have a medium to test; ``disk`` is null without one."""
+    found = request.app[SERVICE].selftest
+    return json_response({"disk": None if found is None else await found.run()})
+
+
 async def tokenizer(request: web.Request) -> web.Response:
     """Hand out the tokenizer, so that a gateway needs no copy of its files."""
     service = request.app[SERVICE]
@@ -179,6 +185,7 @@ ROUTES = [
     web.get("/metrics", metrics),
     web.get("/cache", cache),
     web.get("/cache/decisions", decisions),
+    web.post("/cache/selftest", selftest),
     web.post(PATH, kv_blocks),
     web.get("/tokenizer", tokenizer),
     web.get("/version", software_version),

@@ -154,6 +154,16 @@ def _make_service(
     if config.serve_peers:
         block_bytes = engine.stats().block_bytes
         peers = BlockServer(engine, namespace=engine.namespace, block_bytes=block_bytes)
+    selftest = None
+    if config.ssd_dir is not None:
+        from runner.selftest import SelfTest
+
+        selftest = SelfTest(
+            config.ssd_dir,
+            config.ssd_bytes,
+            block_bytes=engine.stats().block_bytes,
+            block_size=facts.block_size,
+        )
     return Service(
         facts=facts,
         engine=engine,
@@ -172,6 +182,7 @@ def _make_service(
         publisher=publisher,
         peers=peers,
         puller=puller,
+        selftest=selftest,
     )
 
 

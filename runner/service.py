@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from runner.openai import GenerationRequest, TextOrIds
     from runner.peers import BlockServer
     from runner.publisher import EventPublisher
+    from runner.selftest import SelfTest
     from runner.streams import EngineLike
     from runner.tiers.peer import PeerStore
     from runner.tokenizer import TokenizerFiles
@@ -125,6 +126,7 @@ class Service:
     Attributes:
         peers: Hands KV to other runners; None where that is not switched on.
         puller: Pulls KV from them; None where there are none.
+        selftest: Stress-tests the disk tier; None where there is none.
     """
 
     facts: ModelFacts
@@ -137,6 +139,7 @@ class Service:
     publisher: EventPublisher | None = None
     peers: BlockServer | None = None
     puller: PeerStore | None = None
+    selftest: SelfTest | None = None
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
     started_at_s: int = field(default_factory=lambda: int(time.time()))
