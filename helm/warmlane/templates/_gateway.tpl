@@ -16,9 +16,15 @@
 {{- /* What is written by itself goes where a pod can write. */ -}}
 - name: HOME
   value: /tmp
-{{ include "warmlane.secretEnv" (dict "root" $root "where" "secrets.adminToken" "name" (default dict .config.server.access).admin_token_env) }}
-{{ include "warmlane.secretEnv" (dict "root" $root "where" "secrets.salt" "name" (default dict .config.security).salt_secret_env) }}
-{{ include "warmlane.secretEnv" (dict "root" $root "where" "secrets.redisUrl" "name" "WARMLANE_INDEX__URL") }}
+{{- with include "warmlane.secretEnv" (dict "root" $root "where" "secrets.adminToken" "name" (default dict .config.server.access).admin_token_env) }}
+{{ . }}
+{{- end }}
+{{- with include "warmlane.secretEnv" (dict "root" $root "where" "secrets.salt" "name" (default dict .config.security).salt_secret_env) }}
+{{ . }}
+{{- end }}
+{{- with include "warmlane.secretEnv" (dict "root" $root "where" "secrets.redisUrl" "name" "WARMLANE_INDEX__URL") }}
+{{ . }}
+{{- end }}
 {{- if $root.Values.valkey.enabled }}
 {{- with include "warmlane.secretEnv" (dict "root" $root "where" "secrets.valkeyPassword" "name" "VALKEY_PASSWORD") }}
 {{ . }}

@@ -70,8 +70,9 @@ spec:
     - type: prometheus
       metadata:
         serverAddress: {{ required (printf "%s.autoscaling.keda: expected prometheusAddress, such as http://prometheus.monitoring:9090, or triggers of your own" .where) $keda.prometheusAddress | quote }}
-        # What waits in all gateways for this pool, in seconds of prefill; per pod of the set.
-        query: sum(warmlane_queued_prefill_seconds{pool={{ .part.name | quote }}})
+        # What waits in all gateways of this namespace for this pool, in seconds of prefill; a
+        # Prometheus that sets no namespace has one site only.
+        query: {{ printf "sum(warmlane_queued_prefill_seconds{pool=%q,namespace=~\"%s|\"})" .part.name .root.Release.Namespace | toJson }}
         threshold: {{ $keda.queuedPrefillSeconds | toString | quote }}
     {{- end }}
 {{- end -}}
