@@ -261,6 +261,7 @@ class Gateway:
             tenancy=self.tenancy,
             usage=self.observing.usage,
             console=self.observing.console,
+            settings=lambda: self.settings,
         )
         tokenize = Tokenize(self.dispatcher, self.limits, self.tenancy)
         app = make_app(

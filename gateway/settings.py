@@ -107,6 +107,20 @@ def describe(settings: Settings, layered: Layered) -> list[tuple[str, Any, str]]
     return rows
 
 
+def redacted_document(settings: Settings) -> dict[str, Any]:
+    """Return all values as plain JSON, without what URLs may hold of users and passwords."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shown(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [shown(item) for item in value]
+        return redacted(value) if isinstance(value, str) else value
+
+    document: dict[str, Any] = shown(settings.model_dump(mode="json"))
+    return document
+
+
 def redacted(text: str) -> str:
     """Return a text without the user, the password and the keys that a URL may hold."""
     if "://" not in text:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -16,6 +17,7 @@ from aiohttp import web
 from gateway.admin.describe import pool_row, worker_row
 from gateway.admin.registration import Registration
 from gateway.admin.warm import WarmEndpoints
+from gateway.admin.worker_cache import cache_of, selftest_of
 from gateway.errors import (
     Forbidden,
     GatewayError,
@@ -30,6 +32,7 @@ from gateway.proxy.headers import request_id_from
 from gateway.proxy.responses import error_response, json_response
 from gateway.proxy.rewrite import Rewrite
 from gateway.routing.dispatch import Inbound, explain_json
+from gateway.settings import redacted_document
 from gateway.telemetry.exposition import content_type, wants_open_metrics
 from gateway.tenancy import Tenancy
 from gateway.usage.document import CSV_CONTENT_TYPE, usage_csv, wants_csv
@@ -37,6 +40,7 @@ from gateway.usage.document import CSV_CONTENT_TYPE, usage_csv, wants_csv
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
+    from gateway.config import Settings
     from gateway.console.endpoints import Console
     from gateway.fleet.fleet import Fleet
     from gateway.misses.report import MissReport
@@ -73,6 +77,7 @@ class Admin:
         tenancy: Knows the tenants' cache salts; None = there are none.
         usage: What tenants used and caches save; without it there is no such endpoint.
         console: The operator's page; without it there is none.
+        settings: The configuration that holds now; without it there is no such endpoint.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class Admin:
         tenancy: Tenancy | None = None,
         usage: Usage | None = None,
         console: Console | None = None,
+        settings: Callable[[], Settings] | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._fleet = fleet
@@ -103,6 +109,7 @@ class Admin:
         self._worth = worth
         self._usage = usage
         self._console = console
+        self._settings = settings
         self._shared = shared
         self._tenancy = tenancy or Tenancy()
         self._warm = (
@@ -119,6 +126,8 @@ class Admin:
             reports.append(web.get("/admin/v1/worth", self._guarded(self.worth)))
         if self._usage is not None:
             reports.append(web.get("/admin/v1/usage", self._guarded(self.usage)))
+        if self._settings is not None:
+            reports.append(web.get("/admin/v1/config", self._guarded(self.config)))
         if self._console is not None:
             reports += self._console.routes(
                 self._guarded, self._guarded_page, needs_token=self._token is not None
@@ -139,6 +148,8 @@ class Admin:
             web.delete("/admin/v1/workers/{id}", self._guarded(self.remove)),
             web.post("/admin/v1/workers/{id}/drain", self._guarded(self.drain)),
             web.post("/admin/v1/workers/{id}/reset", self._guarded(self.reset)),
+            web.get("/admin/v1/workers/{id}/cache", self._guarded(self.cache)),
+            web.post("/admin/v1/workers/{id}/selftest", self._guarded(self.selftest)),
             web.post("/admin/v1/explain", self._guarded(self.explain)),
         ]
 
@@ -196,6 +207,20 @@ class Admin:
             return _json(request, document)
         headers = {"content-type": CSV_CONTENT_TYPE}
         return web.Response(body=usage_csv(document), headers=headers)
+
+    async def config(self, request: web.Request) -> web.Response:
+        """``GET /admin/v1/config``: version and configuration that hold now, without secrets."""
+        assert self._settings is not None, "the route exists only with settings"
+        document = redacted_document(self._settings())
+        return _json(request, {"version": version("warmlane"), "settings": document})
+
+    async def cache(self, request: web.Request) -> web.Response:
+        """``GET /admin/v1/workers/{id}/cache``: a runner's own figures of its cache and tiers."""
+        return _json(request, await cache_of(*self._worker(request)))
+
+    async def selftest(self, request: web.Request) -> web.Response:
+        """``POST /admin/v1/workers/{id}/selftest``: a runner stress-tests its disk tier."""
+        return _json(request, await selftest_of(*self._worker(request)))
 
     async def drain(self, request: web.Request) -> web.Response:
         """``POST /admin/v1/workers/{id}/drain``: no new requests there; running ones go on."""

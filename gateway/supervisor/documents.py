@@ -127,6 +127,8 @@ def _merge_cause(into: Document, row: Document) -> Document:
 
 def _merge_worth(into: Document, row: Document) -> Document:
     summed = {name: into[name] + row[name] for name in _WORTH_SUMS}
+    if "reusable_tokens" in into:  # each process sees most of what is hot
+        summed["reusable_tokens"] = max(into["reusable_tokens"], row["reusable_tokens"])
     return {**(into if into["requests"] >= row["requests"] else row), **summed}
 
 

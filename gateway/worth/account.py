@@ -34,6 +34,8 @@ MAX_DOCUMENTS = 2048
 MAX_TENANTS = 256
 # Documents that are listed; the rest is summed up.
 MAX_LISTED = 50
+# A prefix with fewer reuses in the fading hour is not worth room: it was used once, an hour ago.
+MIN_REUSES = 0.5
 
 
 class WorthAccount:
@@ -147,7 +149,9 @@ class WorthAccount:
         """Return ``GET /admin/v1/worth``, as plain JSON values."""
         now_s = self._clock()
         pools = [
-            {"pool": pool} | self._row(pool, group, now_s) for pool, group in self._pools.items()
+            {"pool": pool, "reusable_tokens": self._reusable_tokens(pool)}
+            | self._row(pool, group, now_s)
+            for pool, group in self._pools.items()
         ]
         tenants = [
             {"pool": pool, "tenant": tenant} | self._row(pool, group, now_s)
@@ -168,6 +172,17 @@ class WorthAccount:
         whole = ((pool, "", group) for pool, group in self._pools.items())
         for pool, tenant, group in (*whole, *self._named_tenants()):
             yield pool, tenant, group, group.worth(now_s, self._tiers[pool].rate)
+
+    def _reusable_tokens(self, pool: str) -> int:
+        """Return the tokens of all prefixes that were asked for again, to be kept somewhere.
+
+        Text that several documents begin with counts for each of them: the sum is rather too high.
+        """
+        return sum(
+            group.shared_end_tokens
+            for name, _, group in self._documents.items()
+            if name == pool and group.reuses >= MIN_REUSES
+        )
 
     def _named_tenants(self) -> Iterator[tuple[str, str, Group]]:
         yield from self._tenants.items()

@@ -96,6 +96,8 @@ def _sum(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         is_measured=known[0]["is_measured"],
     )
     names = {name: rows[0][name] for name in _NAMES if name in rows[0]}
+    if "reusable_tokens" in rows[0]:  # each process sees most of what is hot
+        names["reusable_tokens"] = max(row["reusable_tokens"] for row in rows)
     return names | row_of(terms, **counts)
 
 
