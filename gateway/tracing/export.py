@@ -177,9 +177,15 @@ class _Session(requests.Session):
     """Reads nothing but the status: an answer without end would otherwise be kept whole."""
 
     def request(self, *args: Any, **options: Any) -> requests.Response:
-        """Send a request; its answer has no body."""
+        """Send a request; its answer has no body.
+
+        Raises:
+            TooManyRedirects: If it is to be sent elsewhere, which the library takes for a success.
+        """
         response = super().request(*args, **(options | {"stream": True}))
         response.close()
+        if response.is_redirect:
+            raise requests.TooManyRedirects("a collector is where it is configured to be")
         return response
 
 
