@@ -91,11 +91,11 @@ class Observing:
         self._parts = parts
         self.telemetry = Telemetry()
         self.usage = Usage(parts.fleet.pools, parts.tenancy.is_configured)
-        self.console = Console(parts, self.telemetry, self.usage)
         logs_requests = settings.telemetry.log_level in ("debug", "info")
         self.request_log = RequestLog(sys.stderr.buffer) if logs_requests else None
         self.decision_log = make_decision_log(settings)
         self.tracing = make_tracing(settings)
+        self.console = Console(parts, self.telemetry, self.usage, self._spans_lost)
         self._decisions: DecisionLogger | None = None
         if self.decision_log is not None:
             self._decisions = DecisionLogger(self.decision_log)
@@ -170,6 +170,10 @@ class Observing:
             self.request_log.flush()
         if self.decision_log is not None:
             self.decision_log.close()
+
+    def _spans_lost(self) -> int:
+        export = None if self.tracing is None else self.tracing.export
+        return 0 if export is None else export.dropped + export.failed
 
     def _routed(self, plan: Plan, ticket: Ticket) -> None:
         sharing = self._parts.sharing

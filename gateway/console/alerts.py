@@ -13,7 +13,7 @@ from gateway.console.facts import Count, Fact, counts, states
 from gateway.console.history import History
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from gateway.console.decisions import Decisions
     from gateway.console.parts import Parts
@@ -35,6 +35,7 @@ JUDGED: dict[str, Threshold] = {
     "WarmlaneCacheFull": thresholds.CACHE_FULL,
     "WarmlaneConfigReloadFailed": thresholds.CONFIG_RELOAD_FAILED,
     "WarmlaneDiscoveryStale": thresholds.DISCOVERY_STALE,
+    "WarmlaneTracesLost": thresholds.TRACES_LOST,
 }
 # What only Prometheus can say: it sees all gateways, workers and hours.
 ELSEWHERE = (
@@ -45,8 +46,12 @@ ELSEWHERE = (
     "WarmlaneCacheThrashing",
     "WarmlaneRestoreSlowerThanRecompute",
     "WarmlaneGpuStallByRestore",
-    "WarmlaneTracesLost",
     "WarmlaneTargetDown",
+)
+RELOAD_FAILED = Fact(
+    "WarmlaneConfigReloadFailed",
+    1.0,
+    why="the file cannot be used; the configuration before it holds",
 )
 RUNBOOK = "docs/runbooks/{}.md"
 
@@ -58,6 +63,7 @@ class Alerts:
         parts: The gateway's.
         decisions: Counts requests and errors.
         lag_p99_s: 99th percentile of the event loop's lag in the window; None = not measured yet.
+        spans_lost: Spans so far that were not delivered.
         is_reloaded: Whether the configuration that was read last holds.
 
     Call ``look`` every few seconds: what holds for a while is noticed only by looking.
@@ -69,11 +75,13 @@ class Alerts:
         decisions: Decisions,
         *,
         lag_p99_s: Callable[[float], float | None],
-        is_reloaded: Callable[[], bool] = lambda: True,
+        spans_lost: Callable[[], int],
+        is_reloaded: Callable[[], bool],
     ) -> None:
         self._parts = parts
         self._decisions = decisions
         self._lag_p99_s = lag_p99_s
+        self._spans_lost = spans_lost
         self._is_reloaded = is_reloaded
         self._history = History()
         self._since_s: dict[Key, float] = {}
@@ -92,37 +100,25 @@ class Alerts:
 
     def report(self, now_s: float) -> dict[str, Any]:
         """Return what holds, as plain values: firing first, then what may become so."""
-        rows = [self._row(key, fact, now_s) for key, fact in self._facts.items()]
-        order = {name: number for number, name in enumerate(JUDGED)}
-        rows.sort(key=lambda row: (row["state"] != "firing", order[row["alert"]]))
-        return {"active": rows, "judged": list(JUDGED), "elsewhere": list(ELSEWHERE)}
-
-    def _row(self, key: Key, fact: Fact, now_s: float) -> dict[str, Any]:
-        threshold, held_s = JUDGED[fact.alert], now_s - self._since_s[key]
-        return {
-            "alert": fact.alert,
-            "state": "firing" if held_s >= threshold.for_s else "pending",
-            "severity": threshold.severity,
-            "pool": fact.pool,
-            "worker": fact.worker,
-            "why": fact.why,
-            "held_s": held_s,
-            "for_s": threshold.for_s,
-            "runbook": RUNBOOK.format(fact.alert),
-        }
+        rows = [alert_row(fact, now_s - self._since_s[key]) for key, fact in self._facts.items()]
+        return {"active": in_order(rows), "judged": list(JUDGED), "elsewhere": list(ELSEWHERE)}
 
     def _compared(self, now_s: float) -> Iterator[Fact]:
         """Yield every fact with the value that is compared."""
         yield from states(self._parts, now_s)
-        for count in counts(self._parts):
+        for count in self._counts():
             yield self._grown(count, now_s)
         yield from self._error_ratios(now_s)
         lag_s = self._lag_p99_s(now_s)
         if lag_s is not None:
             why = f"timers fire {lag_s * 1e3:.0f} ms late (99th percentile)"
             yield Fact("WarmlaneEventLoopLag", lag_s, why=why)
-        why = "the file cannot be used; the configuration before it holds"
-        yield Fact("WarmlaneConfigReloadFailed", float(not self._is_reloaded()), why=why)
+        if not self._is_reloaded():
+            yield RELOAD_FAILED
+
+    def _counts(self) -> Iterator[Count]:
+        yield from counts(self._parts)
+        yield Count("WarmlaneTracesLost", (self._spans_lost(),), why="spans were not delivered")
 
     def _grown(self, count: Count, now_s: float) -> Fact:
         window_s = JUDGED[count.alert].window_s
@@ -157,12 +153,34 @@ class Alerts:
     def _counted(self) -> dict[Key, float]:
         found: dict[Key, float] = {
             _key(count, number): value
-            for count in counts(self._parts)
+            for count in self._counts()
             for number, value in enumerate(count.values)
         }
         for name, totals in self._totals():
             found |= {(name, pool, ""): num for pool, num in totals.items()}
         return found
+
+
+def alert_row(fact: Fact, held_s: float) -> dict[str, Any]:
+    """Return what is shown of a fact that is beyond its threshold since ``held_s`` seconds."""
+    threshold = JUDGED[fact.alert]
+    return {
+        "alert": fact.alert,
+        "state": "firing" if held_s >= threshold.for_s else "pending",
+        "severity": threshold.severity,
+        "pool": fact.pool,
+        "worker": fact.worker,
+        "why": fact.why,
+        "held_s": held_s,
+        "for_s": threshold.for_s,
+        "runbook": RUNBOOK.format(fact.alert),
+    }
+
+
+def in_order(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sort rows of alerts: firing ones first, then what clients feel first."""
+    order = {name: number for number, name in enumerate(JUDGED)}
+    return sorted(rows, key=lambda row: (row["state"] != "firing", order[row["alert"]]))
 
 
 def _key(count: Count, number: int) -> Key:

@@ -38,28 +38,33 @@ class Console:
         parts: The gateway's; read when asked, so they may be made later.
         telemetry: Knows what was observed of workers, and how late the event loop is.
         usage: Knows what workers' caches save.
+        spans_lost: As for ``Alerts``.
 
     Attributes:
         decisions: Fed with every finished request.
+        alerts: Judged every few seconds while ``run`` runs.
         is_reloaded: Says whether the configuration read last holds; set by who reads it again.
     """
 
-    def __init__(self, parts: Parts, telemetry: Telemetry, usage: Usage) -> None:
+    def __init__(
+        self, parts: Parts, telemetry: Telemetry, usage: Usage, spans_lost: Callable[[], int]
+    ) -> None:
         self.decisions = Decisions()
         self.is_reloaded: Callable[[], bool] = lambda: True
-        self._alerts = Alerts(
+        self.alerts = Alerts(
             parts,
             self.decisions,
             lag_p99_s=lambda now_s: telemetry.lag.recent.quantile(0.99, now_s),
+            spans_lost=spans_lost,
             is_reloaded=lambda: self.is_reloaded(),
         )
-        self._snapshots = Snapshots(parts, telemetry, usage, self.decisions, self._alerts)
+        self._snapshots = Snapshots(parts, telemetry, usage, self.decisions, self.alerts)
         self._page = load_page(needs_token=False)
 
     async def run(self) -> None:
         """Judge the alerts until cancelled."""
         while True:
-            self._alerts.look(time.monotonic())
+            self.alerts.look(time.monotonic())
             await asyncio.sleep(LOOK_EVERY_S)
 
     def routes(self, guard: Guard, page_guard: Guard, *, needs_token: bool) -> list[web.RouteDef]:

@@ -22,11 +22,16 @@ if TYPE_CHECKING:
 PEER_HEADER = "x-warmlane-peer"
 # What of an operator's request matters to the endpoints.
 _PASSED_ON = (
-    *("authorization", "content-type", "x-request-id", "accept", "x-tenant-id"),
+    *("authorization", "content-type", "x-request-id", "accept", "x-tenant-id", "if-none-match"),
     # That a proxy is between: an operator on this machine needs no token, others do.
     *("x-forwarded-for", "forwarded", "x-real-ip"),
 )
-_RETURNED = ("content-type", "x-request-id", "retry-after", "www-authenticate")
+_RETURNED = (
+    *("content-type", "x-request-id", "retry-after", "www-authenticate", "cache-control", "etag"),
+    # Of the console's page.
+    *("content-security-policy", "x-content-type-options", "x-frame-options"),
+    *("referrer-policy", "cross-origin-opener-policy"),
+)
 # Answers that come line by line, for as long as the work takes.
 STREAMED = frozenset({("POST", "/admin/v1/warm")})
 # An explanation of a long unseen prompt takes a second; nothing takes longer.
@@ -158,5 +163,7 @@ def relay_routes(supervisor: Peer) -> list[web.RouteDef]:
 
     return [
         web.get("/metrics", relay),
+        web.get("/console", relay),
+        web.get("/console/data", relay),
         web.route("*", "/admin/v1/{tail:.*}", relay),
     ]
