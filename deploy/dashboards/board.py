@@ -40,7 +40,6 @@ class Filter:
             "label": self.name.replace("_", " "),
             "type": "query",
             "datasource": DATASOURCE,
-            "definition": query,
             "query": {"qryType": 1, "query": query, "refId": f"variable-{self.name}"},
             "refresh": 2,  # when the time range changes: workers come and go
             "sort": 1,

@@ -219,9 +219,32 @@ _TRAFFIC: Final = Row(
     ),
 )
 
+_SELF: Final = Row(
+    "Watching the watchers",
+    (
+        Panel(
+            title="Spans by result",
+            shows="Trace spans exported, dropped since too many waited, and failed at the "
+            "collector.",
+            metric="warmlane_spans_total",
+            unit="ops",
+            empty="Tracing is off",
+            queries=(Query(rate("warmlane_spans_total", by="result"), "{{result}}"),),
+        ),
+        Panel(
+            title="Counted as other",
+            shows="Label values beyond the bound, counted under `other`; a client makes up names.",
+            metric="warmlane_label_overflows_total",
+            unit="ops",
+            empty="None",
+            queries=(Query(rate("warmlane_label_overflows_total", by="label"), "{{label}}"),),
+        ),
+    ),
+)
+
 OVERVIEW: Final = Board(
     name="overview",
     title="Warmlane / Overview",
     about="Is it well, how much does it do, and what does the cache do for it.",
-    rows=(_NUMBERS, _CACHE, _TRAFFIC),
+    rows=(_NUMBERS, _CACHE, _TRAFFIC, _SELF),
 )

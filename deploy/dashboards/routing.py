@@ -86,7 +86,7 @@ _NUMBERS: Final = Row(
 )
 
 _REASONS: Final = Row(
-    "Decisions",
+    "What is decided, and why",
     (
         Panel(
             title="Decisions by reason",

@@ -22,7 +22,7 @@ _BY_FILTERS: Final[dict[tuple[str, ...], str]] = {
         warmlane_ttft_seconds warmlane_predicted_ttft_seconds warmlane_request_duration_seconds
         warmlane_output_token_seconds
         warmlane_worker_ready warmlane_worker_exact warmlane_worker_parity warmlane_worker_apart
-        warmlane_worker_ejected warmlane_worker_ejections_total warmlane_worker_bias
+        warmlane_worker_ejected warmlane_worker_bias
         warmlane_in_flight_requests warmlane_queued_tokens
         warmlane_worker_running_requests warmlane_worker_waiting_requests
         warmlane_worker_kv_usage_ratio warmlane_batch_headroom_requests
@@ -44,12 +44,11 @@ _BY_FILTERS: Final[dict[tuple[str, ...], str]] = {
         warmlane_miss_tokens_total warmlane_queued_prefill_seconds
         warmlane_ttft_by_hit_seconds warmlane_prefill_by_hit_seconds
         warmlane_prompt_tokens_by_hit_total
-        warmlane_index_pool_age_seconds warmlane_index_leases warmlane_index_shared_blocks
-        warmlane_index_pending_blocks warmlane_index_published_blocks_total
-        warmlane_index_loads_total warmlane_other_gateways warmlane_load_age_seconds
-        warmlane_warm_keep_runs_total warmlane_warm_keep_seconds_total
-        warmlane_worth_verdict warmlane_worth_reuse_gain_seconds warmlane_worth_saved_seconds
-        warmlane_worth_cost_seconds warmlane_worth_reuses warmlane_worth_lost_tokens
+        warmlane_index_pool_age_seconds warmlane_index_leases warmlane_index_pending_blocks
+        warmlane_index_published_blocks_total
+        warmlane_other_gateways warmlane_load_age_seconds
+        warmlane_warm_keep_runs_total warmlane_worth_reuse_gain_seconds warmlane_worth_saved_seconds
+        warmlane_worth_cost_seconds warmlane_worth_lost_tokens
     """,
     _WORKER: """
         warmlane_warm_computed_tokens_total warmlane_warm_cached_tokens_total
@@ -59,18 +58,14 @@ _BY_FILTERS: Final[dict[tuple[str, ...], str]] = {
         warmlane_build_info warmlane_event_loop_lag_seconds warmlane_label_overflows_total
         warmlane_spans_total warmlane_redis_up warmlane_redis_outages_total
         warmlane_redis_errors_total warmlane_index_age_seconds warmlane_load_reports_total
-        warmlane_config_last_reload_success warmlane_warm_stored_prompts warmlane_warm_stored_bytes
+        warmlane_warm_stored_prompts warmlane_warm_stored_bytes
         warmlane_tenant_tokens_total warmlane_tenant_requests_total
-        warmlane_tenant_saved_seconds_total warmlane_rate_limited_requests_total
-        process_cpu_seconds_total process_resident_memory_bytes
-        vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc
-        vllm:prompt_tokens_total vllm:generation_tokens_total vllm:num_preemptions_total
-        vllm:prefix_cache_queries_total vllm:prefix_cache_hits_total
+        warmlane_tenant_saved_seconds_total process_cpu_seconds_total process_resident_memory_bytes
+        vllm:num_preemptions_total
         warmlane_runner_prefix_cache_hit_tokens_total
         warmlane_runner_prefix_cache_miss_tokens_total warmlane_runner_kv_blocks
         warmlane_runner_kv_cache_usage_bytes warmlane_runner_kv_cache_capacity_bytes
         warmlane_runner_kv_cache_evictions_total warmlane_runner_requests_loading
-        warmlane_runner_restore_stall_seconds_total
         warmlane_runner_reuse_gain_predicted_seconds_total
         warmlane_runner_reuse_gain_actual_seconds_total
         warmlane_runner_reuse_loss_actual_seconds_total
