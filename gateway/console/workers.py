@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.console.facts import filled_share
 from gateway.fleet.worker_state import worker_state
-from gateway.telemetry.window import SLOT_S, WINDOW_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,7 +13,8 @@ if TYPE_CHECKING:
     from gateway.console.decisions import Decisions
     from gateway.console.parts import Parts
     from gateway.routing.pool import Pool, Worker
-    from gateway.telemetry.requests import Observed, Telemetry
+    from gateway.telemetry.observed import Observed
+    from gateway.telemetry.requests import Telemetry
     from gateway.telemetry.window import Window
 
 # What of a worker's own figures is shown, by the contract's names.
@@ -69,15 +69,10 @@ _EMPTY: dict[str, Any] = {"count": 0, "total_s": 0.0, "buckets": []}
 
 
 def _spread(window: Window, now_s: float) -> dict[str, Any]:
-    """Return count, sum and histogram of a window; buckets as ``Window`` has them."""
-    oldest = int(now_s / SLOT_S) - int(WINDOW_S / SLOT_S)
-    count, total_s, buckets = 0, 0.0, dict[int, int]()
-    for slot in window.slots():
-        if slot.number > oldest:
-            count, total_s = count + slot.count, total_s + slot.total
-            for bucket, num in slot.buckets.items():
-                buckets[bucket] = buckets.get(bucket, 0) + num
-    return {"count": count, "total_s": total_s, "buckets": sorted(buckets.items())}
+    """Return count, sum and histogram of a window; buckets as ``Summary`` has them."""
+    summary = window.summary(now_s)
+    buckets = sorted(summary.buckets.items())
+    return {"count": summary.count, "total_s": summary.total, "buckets": buckets}
 
 
 def _pool_row(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, UntypedMetricFamily
 
 from gateway.fleet.scrape import WORKER_VALUES
+from gateway.telemetry.observed import FLEET, SCOPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from gateway.fleet.fleet import Fleet
     from gateway.fleet.watch import Watch
 
-SCOPE = ("scope", "worker")
 WORKER = ("pool", "worker")
 CUMULATIVE = {"kv_cache_eviction_count", "gpu_stall_due_to_kv_restore"}
 # Adding means over workers would be no latency of anything; these have no fleet sample.
@@ -42,7 +42,7 @@ def reported(fleet: Fleet) -> Iterator[Metric]:
             if name in watch.scrape.values
         }
         if values and name not in MEANS:
-            family.add_metric(("fleet", ""), sum(values.values()))
+            family.add_metric(FLEET, sum(values.values()))
         for worker, value in values.items():
             family.add_metric(("worker", worker), value)
         yield family

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    UntypedMetricFamily,
 )
 from prometheus_client.registry import Collector
 
-from gateway.fleet.figures import SCOPE, WORKER, engine_state, reported, twins
+from gateway.fleet.figures import WORKER, engine_state, reported, twins
+from gateway.telemetry.observed import counts, gauges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from gateway.fleet.feed import Feed
     from gateway.fleet.fleet import Fleet
-    from gateway.telemetry.requests import Observed, Telemetry
+    from gateway.telemetry.requests import Telemetry
 
 # warmlane_kv_event_NAME_total -> what it counts, and where that is read.
 EVENT_COUNTS: dict[str, tuple[str, Callable[[Feed], int]]] = {
@@ -57,59 +57,14 @@ class FleetCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
-        yield from self._observed()
+        now_s, scopes = self._clock(), self._telemetry.scopes()
+        yield from gauges({at: seen.recent(now_s) for at, seen in scopes.items()})
+        yield from counts(scopes)
         yield from reported(self._fleet)
         yield from twins(self._fleet)
         yield from engine_state(self._fleet, self._telemetry.request_tokens)
         yield from self._state()
         yield from self._events()
-
-    def _observed(self) -> Iterator[Metric]:
-        """Yield the contract's names that the gateway measures itself."""
-        now_s = self._clock()
-        gauges: dict[str, tuple[str, Callable[[Observed], float | None]]] = {
-            "prefix_cache_hit_rate": (
-                "Share of prompt tokens found cached, last 5 minutes",
-                lambda o: o.hit_rate(now_s),
-            ),
-            "ttft_avg": ("Mean TTFT, seconds, last 5 minutes", lambda o: o.ttft_s.mean(now_s)),
-            "ttft_p95": (
-                "95th percentile of TTFT, seconds, last 5 minutes",
-                lambda o: o.ttft_s.quantile(0.95, now_s),
-            ),
-            "ttft_p99": (
-                "99th percentile of TTFT, seconds, last 5 minutes",
-                lambda o: o.ttft_s.quantile(0.99, now_s),
-            ),
-        }
-        for name, (text, read) in gauges.items():
-            yield self._scoped(GaugeMetricFamily(name, text, labels=SCOPE), read)
-        counts: dict[str, tuple[str, Callable[[Observed], float | None]]] = {
-            "prefix_cache_hit_tokens": (
-                "Prompt tokens that workers reported as cached",
-                lambda o: o.hit_tokens if o.saw_cached_tokens else None,
-            ),
-            "prefix_cache_miss_tokens": (
-                "Prompt tokens that workers reported as not cached",
-                lambda o: o.miss_tokens if o.saw_cached_tokens else None,
-            ),
-        }
-        for name, (text, read) in counts.items():
-            yield self._scoped(UntypedMetricFamily(name, text, labels=SCOPE), read)
-
-    def _scoped(
-        self,
-        family: GaugeMetricFamily | UntypedMetricFamily,
-        read: Callable[[Observed], float | None],
-    ) -> Metric:
-        whole = read(self._telemetry.fleet)
-        if whole is not None:
-            family.add_metric(("fleet", ""), whole)
-        for worker, observed in self._telemetry.workers.items():
-            value = read(observed)
-            if value is not None:
-                family.add_metric(("worker", worker), value)
-        return family
 
     def _state(self) -> Iterator[Metric]:
         """Yield the typed state of workers and index."""

@@ -14,11 +14,6 @@ if TYPE_CHECKING:
 
     from gateway.reload.reloader import Reloader
 
-FAILURES = "warmlane_config_reload_failures"
-FAILURES_HELP = "Times that a new configuration could not be used"
-SUCCESS = "warmlane_config_last_reload_success"
-SUCCESS_HELP = "Whether the configuration that was read last holds"
-
 
 class ReloadCollector(Collector):
     """Yields ``warmlane_config_*``."""
@@ -32,15 +27,13 @@ class ReloadCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families."""
-        yield CounterMetricFamily(FAILURES, FAILURES_HELP, value=self._reloader.num_failures)
-        yield GaugeMetricFamily(SUCCESS, SUCCESS_HELP, value=self._reloader.is_last_good)
-
-
-def exposition(reloader: Reloader) -> Iterator[str]:
-    """Yield the same as text, for a process that has no registry."""
-    yield f"# HELP {FAILURES}_total {FAILURES_HELP}"
-    yield f"# TYPE {FAILURES}_total counter"
-    yield f"{FAILURES}_total {reloader.num_failures}"
-    yield f"# HELP {SUCCESS} {SUCCESS_HELP}"
-    yield f"# TYPE {SUCCESS} gauge"
-    yield f"{SUCCESS} {int(reloader.is_last_good)}"
+        yield CounterMetricFamily(
+            "warmlane_config_reload_failures",
+            "Times that a new configuration could not be used",
+            value=self._reloader.num_failures,
+        )
+        yield GaugeMetricFamily(
+            "warmlane_config_last_reload_success",
+            "Whether the configuration that was read last holds",
+            value=self._reloader.is_last_good,
+        )

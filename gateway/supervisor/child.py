@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 
-from gateway.supervisor.exposition import parse
+from gateway.supervisor.exposition import reading
 from gateway.supervisor.peers import Peer
 from gateway.supervisor.windows import ProcessWindows, unpack
+from gateway.telemetry.exposition import OPEN_TYPE
+from gateway.telemetry.slices import in_slices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,6 +92,7 @@ class Child:
         self.windows: ProcessWindows | None = None
         self.exit_code: int | None = None
         self._scrapes = Peer(role.socket, timeout_s=SCRAPE_TIMEOUT_S)
+        self._scraping = asyncio.Lock()
         self._command = command
         self._on_change = on_change
         self._process: asyncio.subprocess.Process | None = None
@@ -134,12 +137,20 @@ class Child:
 
     async def scrape(self) -> None:
         """Read its metrics; if it does not answer, what it said last stays."""
-        try:
-            text = await self._scrapes.ask("GET", "/metrics", {})
-            windows = await self._scrapes.ask("GET", WINDOWS_PATH, {})
-            self.snapshot, self.windows = parse(text.body.decode()), unpack(windows.body)
-        except (ConnectionError, ValueError) as error:
-            log.warning("process_not_scraped", process=self.role.name, error=str(error))
+        # One after the other, so that what is known never goes back.
+        async with self._scraping:
+            process = self._process
+            try:
+                text = await self._scrapes.ask("GET", "/metrics", {"accept": OPEN_TYPE})
+                windows = unpack((await self._scrapes.ask("GET", WINDOWS_PATH, {})).body)
+                snapshot: Snapshot = {}
+                await in_slices(reading(text.body.decode(), snapshot))
+            except (ConnectionError, ValueError) as error:
+                log.warning("process_not_scraped", process=self.role.name, error=str(error))
+                return
+            # What a process said that died meanwhile is counted already, as far as anybody saw it.
+            if process is not None and process is self._process:
+                self.snapshot, self.windows = snapshot, windows
 
     @property
     def is_current(self) -> bool:

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from gateway.supervisor.console import merge_console
 from gateway.supervisor.documents import merge_index, merge_misses, merge_workers, merge_worth
-from gateway.supervisor.exposition import merge, render
+from gateway.supervisor.exposition import merging, rendering
 from gateway.supervisor.peers import PEER_HEADER, STREAMED, Answer, passed_on
 from gateway.supervisor.usage import USAGE_PATH, merged_usage
-from gateway.supervisor.windows import gauge_lines
+from gateway.supervisor.windows import merging_windows
+from gateway.telemetry.exposition import content_type, wants_open_metrics, write
+from gateway.telemetry.observed import gauges
+from gateway.telemetry.slices import in_slices
 from gateway.usage.document import CSV_CONTENT_TYPE, usage_csv, wants_csv
 from gateway.warm.merge import merge_documents, merge_purges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from prometheus_client.core import Metric
+
     from gateway.supervisor.child import Child
     from gateway.supervisor.exposition import Snapshot
-
-METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+    from gateway.telemetry.observed import Recent
 
 # Answered by all processes together; every other document comes from one of them.
 MERGED: dict[str, Callable[[list[dict[str, Any]]], dict[str, Any]]] = {
@@ -49,8 +57,9 @@ class Operations:
         ended: What the ones that died had counted.
         clock: Monotonic seconds, the children's.
         max_body_bytes: Bound on what an operator may send.
-        lines: More metrics, of the supervisor itself.
+        own: More metrics, of the supervisor itself.
         clock_unix: Seconds since 1970.
+        is_reloaded: Whether the configuration that was read last holds.
     """
 
     def __init__(
@@ -59,15 +68,17 @@ class Operations:
         ended: Snapshot,
         clock: Callable[[], float],
         max_body_bytes: int,
-        lines: Callable[[], Iterator[str]] = lambda: iter(()),
+        own: Callable[[], Iterator[Metric]] = lambda: iter(()),
         clock_unix: Callable[[], float] = time.time,
+        is_reloaded: Callable[[], bool] = lambda: True,
     ) -> None:
         self._children = children
         self._ended = ended
         self._clock = clock
         self._max_body_bytes = max_body_bytes
-        self._lines = lines
+        self._own = own
         self._since_unix_s = clock_unix()
+        self._is_reloaded = is_reloaded
 
     def app(self, *, is_internal: bool) -> web.Application:
         """Build the application of the admin port, or of the children's socket.
@@ -93,19 +104,28 @@ class Operations:
                 web.get("/health/ready", self.ready),
                 web.get(USAGE_PATH, usage),
                 web.route("*", "/admin/v1/{tail:.*}", admin),
+                web.get("/console", admin),
+                web.get("/console/data", admin),
             ]
         )
         return app
 
-    async def metrics(self, _request: web.Request) -> web.Response:
+    async def metrics(self, request: web.Request) -> web.Response:
         """``GET /metrics``: all processes as one gateway."""
         await asyncio.gather(*(child.scrape() for child in self._children if child.is_ready))
         living = [child.snapshot for child in self._children if child.snapshot is not None]
         windows = [child.windows for child in self._children if child.windows is not None]
-        lines = (*gauge_lines(windows, self._clock()), *self._own_lines())
+        merged: Snapshot = {}
+        # From here on a process that dies changes nothing of what is merged.
+        await in_slices(merging(living, dict(self._ended), merged))
+        scopes: dict[tuple[str, str], Recent] = {}
+        await in_slices(merging_windows(windows, self._clock(), scopes))
+        is_open = wants_open_metrics(request.headers.get("accept", ""))
+        own = chain(gauges(scopes), self._own_metrics())
+        pieces = chain(rendering(merged, open_metrics=is_open), write(own, open_metrics=is_open))
         return web.Response(
-            body=render(merge(living, self._ended), lines),
-            headers={"content-type": METRICS_CONTENT_TYPE},
+            body="".join(await in_slices(pieces)).encode(),
+            headers={"content-type": content_type(open_metrics=is_open)},
         )
 
     async def live(self, _request: web.Request) -> web.Response:
@@ -127,6 +147,8 @@ class Operations:
             except ConnectionError:
                 return _unavailable()
         merged = (MERGED if request.method == "GET" else MERGED_POSTS).get(request.path)
+        if request.path == "/console/data":
+            merged = partial(merge_console, is_reloaded=self._is_reloaded())
         if merged is None and (request.method == "GET" or request.path in BY_ONE):
             living = living[:1]
         answers = await _asked(living, request.method, request.path_qs, headers, body)
@@ -155,16 +177,18 @@ class Operations:
         answers[0].body = orjson.dumps(document)
         return answers[0].response()
 
-    def _own_lines(self) -> Iterator[str]:
-        num_ready = sum(child.is_ready for child in self._children)
-        restarts = sum(child.num_restarts for child in self._children)
-        yield "# HELP warmlane_processes Processes that take requests"
-        yield "# TYPE warmlane_processes gauge"
-        yield f"warmlane_processes {num_ready}"
-        yield "# HELP warmlane_process_restarts_total Times a process was started again"
-        yield "# TYPE warmlane_process_restarts_total counter"
-        yield f"warmlane_process_restarts_total {restarts}"
-        yield from self._lines()
+    def _own_metrics(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "warmlane_processes",
+            "Processes that take requests",
+            value=sum(child.is_ready for child in self._children),
+        )
+        yield CounterMetricFamily(
+            "warmlane_process_restarts",
+            "Times a process was started again",
+            value=sum(child.num_restarts for child in self._children),
+        )
+        yield from self._own()
 
 
 async def _asked(

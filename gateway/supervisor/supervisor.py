@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from aiohttp import web
 
-from gateway.reload.metrics import exposition
+from gateway.reload.metrics import ReloadCollector
 from gateway.reload.reloader import Reloader
 from gateway.supervisor.child import COMMAND, Child, Role
 from gateway.supervisor.exposition import Snapshot, accumulate
@@ -80,7 +80,8 @@ class Supervisor:
                     self._ended,
                     time.monotonic,
                     server.max_body_mb << 20,
-                    lambda: exposition(self._reloader),
+                    ReloadCollector(self._reloader).collect,
+                    is_reloaded=lambda: self._reloader.is_last_good,
                 )
                 inside = web.AppRunner(operations.app(is_internal=True), access_log=None)
                 runners.append(inside)

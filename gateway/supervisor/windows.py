@@ -1,7 +1,4 @@
-"""Means and quantiles over several processes: their windows are merged, never their quantiles.
-
-Processes of one machine share the monotonic clock, so their time slots are the same slots.
-"""
+"""Means and quantiles over several processes: what they saw is merged, never their quantiles."""
 
 from __future__ import annotations
 
@@ -9,34 +6,34 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gateway.telemetry.requests import Observed
-from gateway.telemetry.window import Slot  # noqa: TC001  # msgspec reads the annotations
+from gateway.telemetry.observed import FLEET, Recent
+from gateway.telemetry.window import WINDOW_S, Summary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from gateway.telemetry.requests import Telemetry
 
 
-class ObservedWindows(msgspec.Struct):
-    """The windows behind one scope's gauges."""
-
-    ttft_s: list[Slot]
-    hits: list[Slot]
-    misses: list[Slot]
-
-
 class ProcessWindows(msgspec.Struct):
-    """All windows of one process."""
+    """What one process saw in the last minutes.
 
-    fleet: ObservedWindows
-    workers: dict[str, ObservedWindows]
+    Attributes:
+        at_s: When it said so; processes of one machine share the monotonic clock.
+        fleet: Of all workers.
+        workers: Of each of them.
+    """
+
+    at_s: float
+    fleet: Recent
+    workers: dict[str, Recent]
 
 
 def pack(telemetry: Telemetry) -> bytes:
-    """Return the windows of this process as JSON."""
-    workers = {worker: _pack(observed) for worker, observed in telemetry.workers.items()}
-    return msgspec.json.encode(ProcessWindows(_pack(telemetry.fleet), workers))
+    """Return what this process saw, as JSON."""
+    now_s = telemetry.now_s()
+    workers = {worker: observed.recent(now_s) for worker, observed in telemetry.workers.items()}
+    return msgspec.json.encode(ProcessWindows(now_s, telemetry.fleet.recent(now_s), workers))
 
 
 def unpack(data: bytes) -> ProcessWindows:
@@ -48,42 +45,20 @@ def unpack(data: bytes) -> ProcessWindows:
     return msgspec.json.decode(data, type=ProcessWindows)
 
 
-def gauge_lines(processes: list[ProcessWindows], now_s: float) -> Iterator[str]:
-    """Yield the exposition of the windowed gauges of all processes together."""
-    scopes: dict[tuple[str, str], Observed] = {("fleet", ""): Observed()}
+def merging_windows(
+    processes: Iterable[ProcessWindows], now_s: float, scopes: dict[tuple[str, str], Recent]
+) -> Iterator[None]:
+    """Put together what all processes saw, in steps.
+
+    Args:
+        processes: What they said last; who stands still for a whole window has nothing to say.
+        now_s: Monotonic seconds.
+        scopes: Gets it, by the labels of the bare names.
+    """
+    scopes[FLEET] = Recent(Summary())
     for process in processes:
-        _add(scopes["fleet", ""], process.fleet)
-        for worker, windows in process.workers.items():
-            _add(scopes.setdefault(("worker", worker), Observed()), windows)
-    gauges: dict[str, tuple[str, Callable[[Observed], float | None]]] = {
-        "prefix_cache_hit_rate": (
-            "Share of prompt tokens found cached, last 5 minutes",
-            lambda o: o.hit_rate(now_s),
-        ),
-        "ttft_avg": ("Mean TTFT, seconds, last 5 minutes", lambda o: o.ttft_s.mean(now_s)),
-        "ttft_p95": (
-            "95th percentile of TTFT, seconds, last 5 minutes",
-            lambda o: o.ttft_s.quantile(0.95, now_s),
-        ),
-        "ttft_p99": (
-            "99th percentile of TTFT, seconds, last 5 minutes",
-            lambda o: o.ttft_s.quantile(0.99, now_s),
-        ),
-    }
-    for name, (text, read) in gauges.items():
-        yield f"# HELP {name} {text}"
-        yield f"# TYPE {name} gauge"
-        for (scope, worker), observed in scopes.items():
-            value = read(observed)
-            if value is not None:
-                yield f'{name}{{scope="{scope}",worker="{worker}"}} {value}'
-
-
-def _pack(observed: Observed) -> ObservedWindows:
-    return ObservedWindows(observed.ttft_s.slots(), observed.hits.slots(), observed.misses.slots())
-
-
-def _add(observed: Observed, windows: ObservedWindows) -> None:
-    observed.ttft_s.merge(windows.ttft_s)
-    observed.hits.merge(windows.hits)
-    observed.misses.merge(windows.misses)
+        if process.at_s > now_s - WINDOW_S:
+            scopes[FLEET].add(process.fleet)
+            for worker, recent in process.workers.items():
+                scopes.setdefault(("worker", worker), Recent(Summary())).add(recent)
+                yield

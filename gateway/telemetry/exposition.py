@@ -9,8 +9,6 @@ Source: Prometheus text format 0.0.4; OpenMetrics 1.0 (``openmetrics-text``).
 
 from __future__ import annotations
 
-import asyncio
-import time
 from math import inf, isfinite
 from typing import TYPE_CHECKING
 
@@ -22,10 +20,6 @@ if TYPE_CHECKING:
 
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-
-# How long a scrape keeps the event loop before others may run: a fifth of what is allowed, since a
-# part of a family is finished first.
-SLICE_S = 0.001
 
 
 def wants_open_metrics(accept: str) -> bool:
@@ -57,18 +51,6 @@ def write(metrics: Iterable[Metric], *, open_metrics: bool) -> Iterator[str]:
         yield "".join(lines)
     if open_metrics:
         yield "# EOF\n"
-
-
-async def join_in_slices(pieces: Iterable[str]) -> bytes:
-    """Put pieces together, and let others run in between."""
-    parts = []
-    began_s = time.perf_counter()
-    for piece in pieces:
-        parts.append(piece)
-        if time.perf_counter() - began_s > SLICE_S:
-            await asyncio.sleep(0)
-            began_s = time.perf_counter()
-    return "".join(parts).encode()
 
 
 def number(value: float) -> str:

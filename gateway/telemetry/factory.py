@@ -23,6 +23,7 @@ from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from gateway.telemetry.labels import LabelValues, OverflowCollector
+from gateway.telemetry.parts import PART_SAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-# Samples in one part of a family: a third of a millisecond to make.
-PART_SAMPLES = 200
 # More values of a label than that have no series of their own: workers are a fleet, everything
 # else is named in a configuration or in the code.
 MAX_VALUES = {"worker": 4096}

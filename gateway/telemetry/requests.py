@@ -7,7 +7,7 @@ enums. Every prediction is recorded beside its observation. A worker's series le
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -15,10 +15,11 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from gateway.telemetry.build import BuildCollector
 from gateway.telemetry.by_hit import ByHit
 from gateway.telemetry.choices import Choices
-from gateway.telemetry.exposition import join_in_slices, write
+from gateway.telemetry.exposition import write
 from gateway.telemetry.factory import Factory
 from gateway.telemetry.lag import LoopLag
-from gateway.telemetry.window import Window
+from gateway.telemetry.observed import FLEET, Observed
+from gateway.telemetry.slices import in_slices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,35 +45,6 @@ DURATION_BUCKETS_S = (
 LENGTH_ALPHA = 0.01
 
 
-@dataclass(slots=True)
-class Observed:
-    """What one worker (or the fleet) did: cumulative tokens and the last minutes' TTFT."""
-
-    hit_tokens: int = 0
-    miss_tokens: int = 0
-    saw_cached_tokens: bool = False
-    ttft_s: Window = field(default_factory=Window)
-    hits: Window = field(default_factory=Window)
-    misses: Window = field(default_factory=Window)
-
-    def add(self, record: RequestRecord, now_s: float) -> None:
-        """Take over one finished request."""
-        if record.ttft_s is not None:
-            self.ttft_s.add(record.ttft_s, now_s)
-        if record.observed_hit_tokens is not None and record.prompt_tokens:
-            self.saw_cached_tokens = True
-            missed = max(0, record.prompt_tokens - record.observed_hit_tokens)
-            self.hit_tokens += record.observed_hit_tokens
-            self.miss_tokens += missed
-            self.hits.add(record.observed_hit_tokens, now_s)
-            self.misses.add(missed, now_s)
-
-    def hit_rate(self, now_s: float) -> float | None:
-        """Share of prompt tokens served from cache in the window; None if nobody reported any."""
-        hits, misses = self.hits.total(now_s), self.misses.total(now_s)
-        return hits / (hits + misses) if hits + misses else None
-
-
 class Telemetry:
     """Owns the registry; called from the event loop only.
 
@@ -80,6 +52,7 @@ class Telemetry:
         registry: All families of the process.
         fleet: What all workers did together.
         workers: Worker id -> what it did.
+        overflows: Label -> times that a value of it had no series of its own.
         request_tokens: Pool -> tokens of a request there, prompt and completion, a running mean.
         lag: Measures how late the event loop is; whoever owns the loop runs it.
     """
@@ -95,6 +68,7 @@ class Telemetry:
         ProcessCollector(registry=self.registry)
         self.registry.register(BuildCollector())
         self._make = make = Factory(self.registry)
+        self.overflows = make.overflows
         self.lag = LoopLag(make)
         self._requests = make.counter(
             "warmlane_requests", "Finished requests", "pool", "worker", "outcome"
@@ -192,7 +166,17 @@ class Telemetry:
 
     async def render_in_slices(self, *, open_metrics: bool = False) -> bytes:
         """Return the exposition text, and let others run in between."""
-        return await join_in_slices(write(self.registry.collect(), open_metrics=open_metrics))
+        pieces = await in_slices(write(self.registry.collect(), open_metrics=open_metrics))
+        return "".join(pieces).encode()
+
+    def scopes(self) -> dict[tuple[str, str], Observed]:
+        """Return what was observed by the labels of the contract's bare names."""
+        workers = {("worker", worker): observed for worker, observed in self.workers.items()}
+        return {FLEET: self.fleet, **workers}
+
+    def now_s(self) -> float:
+        """Return the time by its clock, monotonic seconds."""
+        return self._clock()
 
     def register(self, collector: Collector) -> None:
         """Add a collector that reads live state at scrape time."""

@@ -67,7 +67,7 @@ class Serving:
 
     async def is_ready(self) -> bool:
         try:
-            return "warmlane_processes 2\n" in (await self.get("/metrics")).text
+            return "warmlane_processes 2.0\n" in (await self.get("/metrics")).text
         except httpx.TransportError:
             return False
 
@@ -164,7 +164,7 @@ async def test_a_process_that_is_killed_comes_back_and_no_counter_goes_back(
 
         assert counted == 20
         assert await gw.count("warmlane_requests_total") == 30
-        assert restarts == ["warmlane_process_restarts_total 1"]
+        assert restarts == ["warmlane_process_restarts_total 1.0"]
 
 
 async def test_with_an_admin_port_operators_have_no_way_in_on_the_client_port(
