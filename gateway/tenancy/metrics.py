@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from gateway.telemetry import parts
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -49,28 +51,31 @@ class TenancyCollector(Collector):
             yield from _exchange(self._exchange)
 
     def _budgets(self) -> Iterator[Metric]:
+        """Yield in parts: there may be a thousand tenants."""
         budgets = self._tenancy.budgets
+        # A reload may change them in between.
+        keys = [
+            (b, (b.tenant, name), bucket) for b in budgets for name, bucket in b.buckets.items()
+        ]
         labels = ("tenant", "resource")
-        limited = CounterMetricFamily(
+        yield from parts.counter(
             "warmlane_rate_limited_requests",
             "Requests refused since their tenant had used up its budget",
-            labels=labels,
+            labels,
+            ((key, budgets.num_refused[key]) for _, key, _ in keys),
         )
-        spent = CounterMetricFamily(
+        yield from parts.counter(
             "warmlane_budget_spent",
             "What tenants with a budget used here: requests, or tokens as workers reported them",
-            labels=labels,
+            labels,
+            ((key, max(0.0, bucket.spent)) for _, key, bucket in keys),
         )
-        left = GaugeMetricFamily(
-            "warmlane_budget_remaining", "What is left of a tenant's budget", labels=labels
+        yield from parts.gauge(
+            "warmlane_budget_remaining",
+            "What is left of a tenant's budget",
+            labels,
+            ((key, budgets.remaining(budget)[key[1]]) for budget, key, _ in keys),
         )
-        for budget in budgets:
-            for name, remaining in budgets.remaining(budget).items():
-                key = (budget.tenant, name)
-                limited.add_metric(key, budgets.num_refused[key])
-                spent.add_metric(key, max(0.0, budget.buckets[name].spent))
-                left.add_metric(key, remaining)
-        yield from (limited, spent, left)
 
     def _files(self) -> Iterator[Metric]:
         keyring = self._tenancy.keyring

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from gateway.routing.cost import queue_s
+from gateway.telemetry import parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -54,28 +55,34 @@ class UsageCollector(Collector):
         yield value
 
     def _tenants(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily(
+        """Yield in parts: there may be a thousand tenants."""
+        tenants = list(self._usage.account.items())
+        yield from parts.counter(
             "warmlane_tenant_requests",
             "Finished requests of configured tenants; other = everybody else's",
-            labels=("tenant",),
+            ("tenant",),
+            (((tenant,), usage.requests) for tenant, usage in tenants),
         )
-        tokens = CounterMetricFamily(
+        yield from parts.counter(
             "warmlane_tenant_tokens",
             "Tokens by tenant: of prompts, those of them that were cached, and of completions",
-            labels=("tenant", "kind"),
+            ("tenant", "kind"),
+            (
+                ((tenant, kind), tokens)
+                for tenant, usage in tenants
+                for kind, tokens in (
+                    ("prompt", usage.prompt_tokens),
+                    ("cached", usage.cached_tokens),
+                    ("output", usage.output_tokens),
+                )
+            ),
         )
-        saved = CounterMetricFamily(
+        yield from parts.counter(
             "warmlane_tenant_saved_seconds",
             "Prefill seconds that hits made unnecessary, by tenant, restores taken off",
-            labels=("tenant",),
+            ("tenant",),
+            (((tenant,), usage.saved_s) for tenant, usage in tenants),
         )
-        for tenant, usage in self._usage.account.items():
-            requests.add_metric((tenant,), usage.requests)
-            tokens.add_metric((tenant, "prompt"), usage.prompt_tokens)
-            tokens.add_metric((tenant, "cached"), usage.cached_tokens)
-            tokens.add_metric((tenant, "output"), usage.output_tokens)
-            saved.add_metric((tenant,), usage.saved_s)
-        yield from (requests, tokens, saved)
 
     def _queued(self) -> Metric:
         queued = GaugeMetricFamily(

@@ -170,6 +170,7 @@ class WorthAccount:
         """Yield pool, tenant, sums and what they say; the tenant is empty for a whole pool."""
         now_s = self._clock()
         whole = ((pool, "", group) for pool, group in self._pools.items())
+        # Groups may come and go while they are looked at.
         for pool, tenant, group in (*whole, *self._named_tenants()):
             yield pool, tenant, group, group.worth(now_s, self._tiers[pool].rate)
 
