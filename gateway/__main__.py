@@ -107,6 +107,22 @@ def explain(
 
 @app.command()
 def doctor(
+    file: Annotated[
+        Path | None, typer.Argument(help="With --bundle: the archive to write.")
+    ] = None,
+    checklist: Annotated[
+        bool, typer.Option("--checklist", help="Go through the go-live checklist instead.")
+    ] = False,
+    bundle: Annotated[
+        bool, typer.Option("--bundle", help="Write what support asks for, without secrets.")
+    ] = False,
+    prometheus: Annotated[
+        str | None, typer.Option(help="With --checklist: base URL of the Prometheus that watches.")
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option("--config", "-c", help="With --bundle: YAML to add, redacted."),
+    ] = None,
     gateway: GatewayOption = DEFAULT_GATEWAY,
     token: TokenOption = None,
     as_json: JsonOption = False,
@@ -114,9 +130,25 @@ def doctor(
     """Say what costs prefix hits, most tokens first, and what to do about it.
 
     Exits with 0 if there is nothing to mend, 3 if there is, 1 if the gateway does not answer.
+    --checklist: 0 if all lines pass, 3 if some warn or are unknown, 1 if any fails.
+    --bundle [FILE]: 0 if all is in it, 3 if something could not be had, 1 if it cannot be written.
     """
-    from gateway.doctor import ask
-    from gateway.doctor_table import table
+    if checklist and bundle:
+        raise typer.BadParameter("--checklist and --bundle are two commands; give one")
+    if (file is not None or config is not None) and not bundle:
+        raise typer.BadParameter("FILE and --config go with --bundle")
+    if prometheus is not None and not checklist:
+        raise typer.BadParameter("--prometheus goes with --checklist")
+    if checklist:
+        from gateway.doctor.command import run_checklist
+
+        raise typer.Exit(run_checklist(gateway, token, prometheus, as_json=as_json))
+    if bundle:
+        from gateway.doctor.command import run_bundle
+
+        raise typer.Exit(run_bundle(gateway, token, config, file, as_json=as_json))
+    from gateway.doctor.diagnosis import ask
+    from gateway.doctor.table import table
 
     diagnosis = ask(gateway, token)
     print(json.dumps(diagnosis.to_json(), indent=2) if as_json else table(diagnosis))

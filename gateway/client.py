@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import httpx
 
 # An operator waits; a gateway that needs longer than this for an admin answer is in trouble.
 TIMEOUT_S = 10.0
@@ -28,6 +31,14 @@ def get_json(base: str, path: str, token: str | None) -> dict[str, Any]:
             ``NotThereError`` if it has no such path.
     """
     return _call("GET", base, path, None, token)
+
+
+def get_text(base: str, path: str, token: str | None) -> str:
+    """GET ``path`` and return the text; errors as in :func:`get_json`."""
+    answer = _answer("GET", base, path, None, token)
+    if answer.status_code >= 400:
+        raise _refusal(answer.status_code, f"{base}{path}", answer.text[:200])
+    return answer.text
 
 
 def post_json(base: str, path: str, body: object, token: str | None) -> dict[str, Any]:
@@ -74,6 +85,24 @@ def _time(unix_s: float) -> str:
 
 
 def _call(method: str, base: str, path: str, body: object, token: str | None) -> dict[str, Any]:
+    answer = _answer(method, base, path, body, token)
+    try:
+        data = answer.json()
+    except ValueError:
+        data = {}
+    if answer.status_code >= 400 or not isinstance(data, dict):
+        error = data.get("error") if isinstance(data, dict) else None
+        message = error.get("message") if isinstance(error, dict) else None
+        raise _refusal(answer.status_code, f"{base}{path}", message or answer.text[:200])
+    return data
+
+
+def _refusal(status: int, where: str, message: str) -> ConnectionError:
+    kind = NotThereError if status == 404 else ConnectionError
+    return kind(f"{where}: {status}: {message}")
+
+
+def _answer(method: str, base: str, path: str, body: object, token: str | None) -> httpx.Response:
     import httpx  # 0.4 s to import: only when a command talks to a gateway
 
     headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -82,17 +111,6 @@ def _call(method: str, base: str, path: str, body: object, token: str | None) ->
     try:
         with httpx.Client(timeout=TIMEOUT_S, trust_env=not direct) as client:
             content = None if body is None else json.dumps(body).encode()
-            answer = client.request(
-                method, base.rstrip("/") + path, content=content, headers=headers
-            )
+            return client.request(method, base.rstrip("/") + path, content=content, headers=headers)
     except httpx.HTTPError as error:
         raise ConnectionError(f"{base}: no answer from the gateway: {error}") from error
-    try:
-        data = answer.json()
-    except ValueError:
-        data = {}
-    if answer.status_code >= 400 or not isinstance(data, dict):
-        message = data.get("error", {}).get("message") if isinstance(data, dict) else None
-        kind = NotThereError if answer.status_code == 404 else ConnectionError
-        raise kind(f"{base}{path}: {answer.status_code}: {message or answer.text[:200]}")
-    return data

@@ -92,6 +92,8 @@ def pool_row(fleet: Fleet, pool: Pool, shared: dict[str, Any] | None) -> dict[st
         "backend": "memory" if shared is None else "redis",
         "shared": None if shared is None else told,
         "reads_prompts": pool.reader is not None,
+        # Of tokenizer, chat template and engine kind: all that turns a body into tokens.
+        "prompt_fingerprint": None if pool.reader is None else pool.reader.fingerprint,
         "block_size": None if index is None else index.block_size,
         "blocks": 0 if index is None else index.num_blocks,
         "max_blocks": None if index is None else index.max_blocks,

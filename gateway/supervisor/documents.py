@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from gateway.usage.hints import merged_hints
 from gateway.usage.scale_down import merged_rows, scale_down
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def merge_worth(documents: list[Document]) -> Document:
     merged["advice"] = list(advice.values())
     merged["workers"] = merged_rows(document.get("workers", ()) for document in documents)
     merged["scale_down"] = scale_down(merged["workers"])
+    merged["hints"] = merged_hints(document.get("hints", ()) for document in documents)
     return merged
 
 

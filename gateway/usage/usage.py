@@ -10,6 +10,7 @@ from gateway.routing.ticket import Outcome
 from gateway.usage.account import UsageAccount
 from gateway.usage.cache_value import CacheValues
 from gateway.usage.document import usage_document
+from gateway.usage.hints import HintCounts
 from gateway.usage.scale_down import scale_down
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Usage:
     Attributes:
         account: What tenants used.
         values: What workers' caches save.
+        hints: How many requests name their documents.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Usage:
     ) -> None:
         self.account = UsageAccount(is_configured)
         self.values = CacheValues(pools)
+        self.hints = HintCounts()
         self._clock = clock
         self._clock_unix = clock_unix
         self._since_unix_s = clock_unix()
@@ -57,6 +60,7 @@ class Usage:
         """Take note of an attempt that is over. A few microseconds; never raises."""
         if ticket.outcome is not Outcome.OK:
             return
+        self.hints.add(plan)
         saved_s = saved_by_hit_s(plan, ticket)
         self.values.add(plan.pool.name, ticket.worker, saved_s, self._clock())
         if saved_s:
@@ -67,9 +71,9 @@ class Usage:
         return usage_document(self.account.items(), self._since_unix_s, self._clock_unix())
 
     def worth(self) -> dict[str, Any]:
-        """Return what ``GET /admin/v1/worth`` says of workers: ``workers`` and ``scale_down``."""
+        """Return what ``GET /admin/v1/worth`` says besides: workers, scale-down advice, hints."""
         rows = [value._asdict() for value in self.values.read(self._clock())]
-        return {"workers": rows, "scale_down": scale_down(rows)}
+        return {"workers": rows, "scale_down": scale_down(rows), "hints": self.hints.rows()}
 
 
 def saved_by_hit_s(plan: Plan, ticket: Ticket) -> float:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from structlog.testing import capture_logs
 
-from gateway.doctor import diagnose
-from gateway.doctor_table import table
+from gateway.doctor.diagnosis import diagnose
+from gateway.doctor.table import table
 from gateway.fleet.parity import ParityCheck
 from gateway.fleet.probes import PROBES
 from gateway.routing.pool import Pool, Worker

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gateway.client import NotThereError
-from gateway.doctor import ask, diagnose
-from gateway.doctor_table import table
+from gateway.doctor.diagnosis import ask, diagnose
+from gateway.doctor.table import table
 from gateway.misses.causes import ADVICE, Cause
 from tests.fakes.engine import RawEngine
 from tests.gateway.doctor_parts import CachingEngine, running_gateway
@@ -372,7 +372,7 @@ async def test_a_gateway_without_a_worth_report_is_diagnosed_without_it(
             raise NotThereError(path)
         return answers[path]
 
-    monkeypatch.setattr("gateway.doctor.get_json", get)
+    monkeypatch.setattr("gateway.doctor.diagnosis.get_json", get)
     diagnosis = ask("http://old", None)
 
     assert diagnosis.is_healthy

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from gateway.config import Settings
-from gateway.doctor import diagnose
-from gateway.doctor_table import table
+from gateway.doctor.diagnosis import diagnose
+from gateway.doctor.table import table
 from gateway.routing.dispatch import Outcome
 from gateway.telemetry.record import RequestRecord
 from gateway.telemetry.requests import Telemetry
@@ -43,7 +43,8 @@ def rounded(row: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_row_on_the_page_follows_from_its_terms() -> None:
     fields = {name: ROW[name] for name in Terms.__dataclass_fields__}
-    row = {"pool": "chat"} | row_of(Terms(**fields), **{name: ROW[name] for name in SUMS})
+    names = {name: ROW[name] for name in ("pool", "reusable_tokens")}
+    row = names | row_of(Terms(**fields), **{name: ROW[name] for name in SUMS})
 
     assert rounded(row) == rounded(ROW)
     assert list(row) == list(ROW)
@@ -85,7 +86,8 @@ async def test_the_metrics_on_the_page_are_all_there_are() -> None:
     named = set(re.findall(r"`(warmlane_\w+)`", PAGE))
     exported = set(re.findall(r"^(warmlane_worth_\w+)\{", shown, re.MULTILINE))
     assert exported <= named
-    assert named <= exported | {"warmlane_offload_caps_total"}
+    elsewhere = {"warmlane_worker_cache_value_seconds", "warmlane_queued_prefill_seconds"}
+    assert named <= exported | elsewhere | {"warmlane_offload_caps_total"}
     assert "warmlane_offload_caps_total{" in shown
 
 

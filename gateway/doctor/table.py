@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gateway.doctor import Diagnosis
+    from gateway.doctor.diagnosis import Diagnosis
 
 # A template prints up to this many tokens before the first message.
 START_TOKENS = 32
@@ -33,6 +33,8 @@ def table(diagnosis: Diagnosis) -> str:
         lines += ["", *_rows([COLUMNS, *map(_cause_row, diagnosis.causes)], 3, diagnosis.causes)]
     if diagnosis.worth is not None and diagnosis.worth["pools"]:
         lines += ["", *_worth_lines(diagnosis.worth)]
+    for advice in (diagnosis.worth or {}).get("scale_down", ()):
+        lines += ["", advice["text"]]
     for finding in diagnosis.findings:
         lines += ["", f"{finding.subject}: {finding.what}", f"    {finding.advice}"]
     if diagnosis.is_healthy:
