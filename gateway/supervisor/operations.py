@@ -47,6 +47,8 @@ MERGED_POSTS: dict[str, Callable[[list[dict[str, Any]]], dict[str, Any]]] = {
 }
 # One process is enough: they change nothing, or what they do is done once.
 BY_ONE = frozenset(("/admin/v1/explain", "/admin/v1/warm"))
+# Likewise, of any worker.
+BY_ONE_SUFFIX = "/selftest"
 
 
 class Operations:
@@ -149,7 +151,8 @@ class Operations:
         merged = (MERGED if request.method == "GET" else MERGED_POSTS).get(request.path)
         if request.path == "/console/data":
             merged = partial(merge_console, is_reloaded=self._is_reloaded())
-        if merged is None and (request.method == "GET" or request.path in BY_ONE):
+        is_one = request.path in BY_ONE or request.path.endswith(BY_ONE_SUFFIX)
+        if merged is None and (request.method == "GET" or is_one):
             living = living[:1]
         answers = await _asked(living, request.method, request.path_qs, headers, body)
         if (refusal := _refusal(answers)) is not None:
