@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from gateway.telemetry.failures import LibraryLog, without_messages
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from typing import Any, TypeVar
@@ -45,12 +47,19 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def configure_logs(level: str) -> None:
-    """One JSON line per event on stderr."""
+    """One JSON line per event on stderr, also of libraries, and never an access log.
+
+    Args:
+        level: The least that is written; ``debug`` has the messages of exceptions as well, which
+            may quote what clients sent.
+    """
+    told = structlog.processors.format_exc_info if level == "debug" else without_messages
+    logging.basicConfig(handlers=[LibraryLog(logging.WARNING)], force=True)
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
+            told,
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),

@@ -313,7 +313,7 @@ class Gateway:
 def _say_why(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         structlog.get_logger("warmlane").error(
-            "background_task_failed", error=repr(error), exc_info=error
+            "background_task_failed", exc_info=error
         )
 
 

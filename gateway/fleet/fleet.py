@@ -390,4 +390,4 @@ class Fleet:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             # A worker nobody watches would be routed to for ever: say it loudly.
-            log.error("background_task_failed", error=repr(error), exc_info=error)
+            log.error("background_task_failed", exc_info=error)

@@ -199,8 +199,8 @@ class Api:
         except ConnectionError:
             _client_closed(record)
             raise
-        except Exception:
-            log.exception("request_failed", request_id=record.request_id)
+        except Exception as error:
+            log.error("request_failed", request_id=record.request_id, exc_info=error)
             failure = GatewayError("The gateway failed on this request.", code="internal_error")
             _refuse(exchange, failure, record)
         finally:

@@ -50,6 +50,7 @@ _END_S = 2.0
 # Requests leave hardly a cycle behind; Python's defaults (700, 10, 10) collect every few requests
 # all the same, and cost 8 % of the CPU of a small one (measured 2026-11-30, in process).
 _GC_THRESHOLDS = (20_000, 20, 50)
+_FAILED = "The gateway failed on this request."
 # Connections waiting to be accepted; a burst of a thousand agents must not see refusals.
 _BACKLOG = 1024
 
@@ -305,10 +306,11 @@ class ClientConnection(web.RequestHandler):
         if isinstance(exc, GatewayError):
             return error_response(exc, _request_id(request), request.path)
         if status >= 500:
-            log.error("request_failed", path=request.path, exc_info=exc)
-            message = "The gateway failed on this request."
+            log.error("request_failed", exc_info=exc)
+        # aiohttp's own message quotes the line that it could not read, which may hold a key.
+        said = "The request is not valid HTTP." if status < 500 else _FAILED
         response = error_response(
-            error_for_status(status, message or "The request is not valid HTTP."),
+            error_for_status(status, said),
             _request_id(request),
             request.path,
         )

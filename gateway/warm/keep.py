@@ -226,7 +226,7 @@ class Keeper:
         except asyncio.CancelledError:
             raise
         except Exception as error:  # a worker that is not filled is slow for a minute, no more
-            log.error("keep_warm_failed", worker=worker.id, error=repr(error), exc_info=error)
+            log.error("keep_warm_failed", worker=worker.id, exc_info=error)
         finally:
             # Another one may have begun meanwhile.
             if worker.slow_start is start:

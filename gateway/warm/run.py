@@ -224,7 +224,7 @@ class Run:
             except ConnectionError:
                 raise  # whoever takes the events is gone
             except Exception as error:
-                log.error("warm_item_failed", error=repr(error), exc_info=error)
+                log.error("warm_item_failed", exc_info=error)
                 await self._fail(job, worker.id, f"{type(error).__name__} in the gateway")
 
     async def _warm(self, job: Job, worker: Worker, manners: Manners) -> None:

@@ -195,7 +195,7 @@ class Warmer:
         error = None if task.cancelled() else task.exception()
         # A receiver that left is nobody's fault.
         if error is not None and not isinstance(error, ConnectionError):
-            log.error("warm_run_failed", error=repr(error), exc_info=error)
+            log.error("warm_run_failed", exc_info=error)
 
     def _refuse_second(self) -> None:
         running = next((run for run in self._runs if not run.is_over), None)

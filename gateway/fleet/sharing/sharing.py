@@ -165,7 +165,7 @@ class Sharing:
 
 def _tell_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("background_task_failed", error=repr(error), exc_info=error)
+        log.error("background_task_failed", exc_info=error)
 
 
 def _since(now_s: float, then_s: float | None) -> float | None:
