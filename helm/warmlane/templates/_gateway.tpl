@@ -52,15 +52,15 @@
       {{- $found := required (printf "%s: expected existingSecret (and existingSecretKey), or value" $where) (include "warmlane.secretAt" (dict "root" $ "where" $where)) }}
       {{- $ref := fromJson $found }}
       - secret:
-          name: {{ $ref.name }}
+          name: {{ quote $ref.name }}
           items:
-            - {key: {{ toJson $ref.key }}, path: {{ toJson $name }}}
+            - {key: {{ quote $ref.key }}, path: {{ quote $name }}}
       {{- end }}
 {{- end }}
 {{- with .Values.secrets.tls.existingSecret }}
 - name: tls
   secret:
-    secretName: {{ . }}
+    secretName: {{ quote . }}
     defaultMode: 0440
 {{- end }}
 {{- end -}}

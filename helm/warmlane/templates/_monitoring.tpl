@@ -10,7 +10,7 @@ spec:
     matchLabels:
       {{- include "warmlane.selectorLabels" . | nindent 6 }}
   namespaceSelector:
-    matchNames: [{{ .root.Release.Namespace }}]
+    matchNames: [{{ quote .root.Release.Namespace }}]
   endpoints:
     - port: {{ .port }}
       path: /metrics

@@ -30,8 +30,8 @@
 
 {{/* Labels that never change once installed (root, component). */}}
 {{- define "warmlane.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "warmlane.short" (dict "text" (default .root.Chart.Name .root.Values.nameOverride) "max" 63) }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "warmlane.short" (dict "text" (default .root.Chart.Name .root.Values.nameOverride) "max" 63) | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
@@ -48,8 +48,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 
 {{/* metadata without its indentation (root, component, name, labels, annotations). */}}
 {{- define "warmlane.metadata" -}}
-name: {{ .name }}
-namespace: {{ .root.Release.Namespace }}
+name: {{ .name | quote }}
+namespace: {{ .root.Release.Namespace | quote }}
 labels:
   {{- include "warmlane.labels" . | nindent 2 }}
   {{- with .labels }}
@@ -76,7 +76,7 @@ annotations:
 {{- with (default .root.Values.image.pullSecrets .image.pullSecrets) }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ quote . }}
   {{- end }}
 {{- end }}
 {{- end -}}

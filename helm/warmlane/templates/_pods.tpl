@@ -13,10 +13,10 @@ affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .part.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ quote . }}
 {{- end }}
 {{- with .part.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ quote . }}
 {{- end }}
 {{- $labels := fromYaml (include "warmlane.selectorLabels" .) }}
 {{- with .part.topologySpreadConstraints }}
@@ -31,8 +31,8 @@ topologySpreadConstraints:
 {{/* Variables (env: map of strings, extraEnv: as Kubernetes has them), without the key. */}}
 {{- define "warmlane.env" -}}
 {{- range $name, $value := .env }}
-- name: {{ $name }}
-  value: {{ toJson $value }}
+- name: {{ quote $name }}
+  value: {{ quote $value }}
 {{- end }}
 {{- with .extraEnv }}
 {{ toYaml . }}
@@ -42,7 +42,7 @@ topologySpreadConstraints:
 {{/* A list of arguments, each one to one. */}}
 {{- define "warmlane.args" -}}
 {{- range . }}
-- {{ toJson . }}
+- {{ quote . }}
 {{- end }}
 {{- end -}}
 

@@ -25,7 +25,7 @@ kind: HorizontalPodAutoscaler
 metadata:
   {{- include "warmlane.metadata" . | nindent 2 }}
 spec:
-  scaleTargetRef: {apiVersion: apps/v1, kind: {{ .kind }}, name: {{ .name }}}
+  scaleTargetRef: {apiVersion: apps/v1, kind: {{ .kind }}, name: {{ quote .name }}}
   minReplicas: {{ $hpa.minReplicas }}
   maxReplicas: {{ $hpa.maxReplicas }}
   metrics:
@@ -52,7 +52,7 @@ kind: ScaledObject
 metadata:
   {{- include "warmlane.metadata" . | nindent 2 }}
 spec:
-  scaleTargetRef: {apiVersion: apps/v1, kind: {{ .kind }}, name: {{ .name }}}
+  scaleTargetRef: {apiVersion: apps/v1, kind: {{ .kind }}, name: {{ quote .name }}}
   minReplicaCount: {{ $keda.minReplicas }}
   maxReplicaCount: {{ $keda.maxReplicas }}
   pollingInterval: {{ $keda.pollingIntervalSeconds }}

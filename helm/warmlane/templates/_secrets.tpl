@@ -49,7 +49,7 @@
 {{/* One variable from a secret, or nothing (root, where, name). */}}
 {{- define "warmlane.secretEnv" -}}
 {{- with include "warmlane.secretAt" . -}}
-- name: {{ $.name }}
+- name: {{ quote $.name }}
   valueFrom:
     secretKeyRef: {{ . }}
 {{- end -}}
