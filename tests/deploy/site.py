@@ -32,7 +32,7 @@ from tests.tools import tool
 T = TypeVar("T")
 
 # Interpreter, libraries and weights are read from a disk that others use too.
-READY_DEADLINE_S = 90.0
+READY_DEADLINE_S = 180.0
 
 _INIT = Path(__file__).with_name("container_init.py")
 _CLONE_NEWNET = 0x40000000

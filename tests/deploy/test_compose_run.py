@@ -18,7 +18,7 @@ from tests.deploy.site import Container, Site
 from tests.e2e.fleet import chat, wait_for
 
 # The first test waits for two engines to load, on whatever machine this is.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 RUNNERS = ("runner-0", "runner-1")
 

@@ -19,7 +19,7 @@ from tests.deploy.site import Container, Site
 from tests.e2e.fleet import wait_for
 
 # The first test waits for two engines to load, on whatever machine this is.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 ADMIN_TOKEN = "of-the-operators"  # noqa: S105  # stands for a secret
 TENANT_KEY = "key-of-acme"
