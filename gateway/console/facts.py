@@ -6,6 +6,7 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.fleet.event_health import EFFECTS
+from gateway.fleet.figures import filled_share
 from gateway.routing.health import Breaker
 
 if TYPE_CHECKING:
@@ -82,14 +83,6 @@ def _of_worker(parts: Parts, pool: Pool, worker: Worker, now_s: float) -> Iterat
     usage = None if watch is None else watch.scrape.of_rank("kv_usage", worker.rank)
     taken = max(filled or 0.0, usage or 0.0)
     yield Fact("WarmlaneCacheFull", taken, *at, f"{taken:.0%} of its device KV memory is taken")
-
-
-def filled_share(pool: Pool, worker: Worker) -> float | None:
-    """Return what share of a worker's device KV holds something; None if nobody knows."""
-    if pool.index is None or not worker.capacity_tokens or worker.mode == "text":
-        return None
-    held_tokens = pool.index.held_blocks(worker.id) * pool.index.block_size
-    return min(1.0, held_tokens / worker.capacity_tokens)
 
 
 def counts(parts: Parts) -> Iterator[Count]:

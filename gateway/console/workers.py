@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gateway.console.facts import filled_share
+from gateway.fleet.figures import filled_share
 from gateway.fleet.worker_state import worker_state
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from gateway.fleet.fleet import Fleet
     from gateway.fleet.watch import Watch
+    from gateway.routing.pool import Pool, Worker
 
 WORKER = ("pool", "worker")
 CUMULATIVE = {"kv_cache_eviction_count", "gpu_stall_due_to_kv_restore"}
@@ -114,6 +115,12 @@ def engine_state(fleet: Fleet, request_tokens: Mapping[str, float]) -> Iterator[
         "batch the memory supports",
         labels=WORKER,
     )
+    filled = GaugeMetricFamily(
+        "warmlane_worker_kv_filled_ratio",
+        "Share of the device's KV memory that holds something, cached prefixes included, as far as "
+        "the index knows",
+        labels=WORKER,
+    )
     for pool in fleet.pools:
         length = request_tokens.get(pool.name)
         for worker in pool.workers.values():
@@ -121,6 +128,9 @@ def engine_state(fleet: Fleet, request_tokens: Mapping[str, float]) -> Iterator[
             if watch is None:
                 continue
             at, scrape = (pool.name, worker.id), watch.scrape
+            share = filled_share(pool, worker)
+            if share is not None:
+                filled.add_metric(at, share)
             for family, figure in ((running, "running"), (waiting, "waiting")):
                 value = scrape.of_rank(figure, worker.rank)
                 if value is not None:
@@ -131,7 +141,18 @@ def engine_state(fleet: Fleet, request_tokens: Mapping[str, float]) -> Iterator[
                 if length and worker.capacity_tokens:
                     # What requests do not use is free, or cached and can be given up.
                     headroom.add_metric(at, (1.0 - used) * worker.capacity_tokens / length)
-    yield from (running, waiting, usage, headroom)
+    yield from (running, waiting, usage, headroom, filled)
+
+
+def filled_share(pool: Pool, worker: Worker) -> float | None:
+    """Return what share of a worker's device KV holds something; None if nobody knows.
+
+    Engines count cached blocks as free, so their own usage never says that a cache is full.
+    """
+    if pool.index is None or not worker.capacity_tokens or worker.mode == "text":
+        return None
+    held_tokens = pool.index.held_blocks(worker.id) * pool.index.block_size
+    return min(1.0, held_tokens / worker.capacity_tokens)
 
 
 def _watches(fleet: Fleet) -> dict[Watch, str]:
