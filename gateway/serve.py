@@ -312,9 +312,7 @@ class Gateway:
 
 def _say_why(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        structlog.get_logger("warmlane").error(
-            "background_task_failed", exc_info=error
-        )
+        structlog.get_logger("warmlane").error("background_task_failed", exc_info=error)
 
 
 def _ready(port: int) -> None:

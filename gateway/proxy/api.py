@@ -51,6 +51,8 @@ log = structlog.get_logger("warmlane")
 
 # What servers log for a client that left before its status was sent (nginx's convention).
 STATUS_CLIENT_CLOSED = 499
+# Clients choose these names, and a line of the log is no place for megabytes of them.
+MAX_MODEL_CHARS = 256
 _JSON_LINE = b"content-type: application/json\r\n"
 
 
@@ -227,7 +229,7 @@ class Api:
         else:
             asked = self._asking.read(spec, exchange, body, tenant, record.request_id)
         inbound, body, way = asked
-        record.model = inbound.model
+        record.model = inbound.model[:MAX_MODEL_CHARS]
         record.stream = inbound.body.get("stream") is True
         tenant.check_model(inbound.model)
         grant = self.tenancy.admit(exchange, tenant, inbound.body)
@@ -262,7 +264,8 @@ class Api:
     ) -> None:
         """Answer how many tokens a message's prompt has; costs its tenant nothing."""
         document = parse_body(body, "messages")
-        model = record.model = document["model"]
+        model = document["model"]
+        record.model = model[:MAX_MODEL_CHARS]
         tenant.check_model(model)
         pool = self._dispatcher.pool_for(model)
         if pool is None:

@@ -54,11 +54,12 @@ class LibraryLog(logging.Handler):
         """Write one record: whose it is, and the words that the library wrote itself."""
         # The arguments, and what a formatted message has on further lines, may be a client's.
         what = str(record.msg).partition("\n")[0]
-        method = "error" if record.levelno >= logging.ERROR else "warning"
         log = structlog.get_logger("warmlane")
-        getattr(log, method)(
-            "library", logger=record.name, what=what, exc_info=record.exc_info or None
-        )
+        told = {"logger": record.name, "what": what, "exc_info": record.exc_info or None}
+        if record.levelno >= logging.ERROR:
+            log.error("library", **told)
+        else:
+            log.warning("library", **told)
 
 
 def _shown(filename: str) -> str:
