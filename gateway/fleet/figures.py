@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, UntypedMetricFamily
 
 from gateway.fleet.scrape import WORKER_VALUES
+from gateway.telemetry import parts
 from gateway.telemetry.observed import FLEET, SCOPE
 
 if TYPE_CHECKING:
@@ -94,54 +95,49 @@ def engine_state(fleet: Fleet, request_tokens: Mapping[str, float]) -> Iterator[
         fleet: Whose workers.
         request_tokens: Pool -> tokens of a request there, as far as any was seen.
     """
-    running = GaugeMetricFamily(
-        "warmlane_worker_running_requests",
-        "Requests being computed, as the engine says",
-        labels=WORKER,
-    )
-    waiting = GaugeMetricFamily(
-        "warmlane_worker_waiting_requests",
-        "Requests queued in the engine, as it says",
-        labels=WORKER,
-    )
-    usage = GaugeMetricFamily(
-        "warmlane_worker_kv_usage_ratio",
-        "Share of the KV memory that requests use, as the engine says",
-        labels=WORKER,
-    )
-    headroom = GaugeMetricFamily(
+    told = [
+        (pool.name, worker, fleet.watches[worker.id].scrape)
+        for pool in fleet.pools
+        for worker in pool.workers.values()
+        if worker.id in fleet.watches
+    ]
+    for name, figure, text in (
+        ("running_requests", "running", "Requests being computed, as the engine says"),
+        ("waiting_requests", "waiting", "Requests queued in the engine, as it says"),
+        ("kv_usage_ratio", "kv_usage", "Share of KV memory that requests use, as the engine says"),
+    ):
+        rows = (
+            ((pool, worker.id), value)
+            for pool, worker, scrape in told
+            if (value := scrape.of_rank(figure, worker.rank)) is not None
+        )
+        yield from parts.gauge(f"warmlane_worker_{name}", text, WORKER, rows)
+    yield from parts.gauge(
         "warmlane_batch_headroom_requests",
         "Requests of mean length for which KV memory is free or can be freed: how much larger a "
         "batch the memory supports",
-        labels=WORKER,
+        WORKER,
+        (
+            # What requests do not use is free, or cached and can be given up.
+            ((pool, worker.id), (1.0 - used) * worker.capacity_tokens / request_tokens[pool])
+            for pool, worker, scrape in told
+            if (used := scrape.of_rank("kv_usage", worker.rank)) is not None
+            and worker.capacity_tokens
+            and request_tokens.get(pool)
+        ),
     )
-    filled = GaugeMetricFamily(
+    yield from parts.gauge(
         "warmlane_worker_kv_filled_ratio",
         "Share of the device's KV memory that holds something, cached prefixes included, as far as "
         "the index knows",
-        labels=WORKER,
+        WORKER,
+        (
+            ((pool.name, worker.id), share)
+            for pool in fleet.pools
+            for worker in list(pool.workers.values())
+            if (share := filled_share(pool, worker)) is not None
+        ),
     )
-    for pool in fleet.pools:
-        length = request_tokens.get(pool.name)
-        for worker in pool.workers.values():
-            watch = fleet.watches.get(worker.id)
-            if watch is None:
-                continue
-            at, scrape = (pool.name, worker.id), watch.scrape
-            share = filled_share(pool, worker)
-            if share is not None:
-                filled.add_metric(at, share)
-            for family, figure in ((running, "running"), (waiting, "waiting")):
-                value = scrape.of_rank(figure, worker.rank)
-                if value is not None:
-                    family.add_metric(at, value)
-            used = scrape.of_rank("kv_usage", worker.rank)
-            if used is not None:
-                usage.add_metric(at, used)
-                if length and worker.capacity_tokens:
-                    # What requests do not use is free, or cached and can be given up.
-                    headroom.add_metric(at, (1.0 - used) * worker.capacity_tokens / length)
-    yield from (running, waiting, usage, headroom, filled)
 
 
 def filled_share(pool: Pool, worker: Worker) -> float | None:

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-)
 from prometheus_client.registry import Collector
 
 from gateway.fleet.figures import WORKER, engine_state, reported, twins
+from gateway.telemetry import parts
 from gateway.telemetry.observed import counts, gauges
 
 if TYPE_CHECKING:
@@ -25,6 +22,7 @@ if TYPE_CHECKING:
 
     from gateway.fleet.feed import Feed
     from gateway.fleet.fleet import Fleet
+    from gateway.routing.pool import Pool, Worker
     from gateway.telemetry.requests import Telemetry
 
 # warmlane_kv_event_NAME_total -> what it counts, and where that is read.
@@ -68,76 +66,89 @@ class FleetCollector(Collector):
 
     def _state(self) -> Iterator[Metric]:
         """Yield the typed state of workers and index."""
+        members = self._members()
+        for name, text, read in (
+            ("warmlane_worker_ready", "1 while checks pass", lambda w: w.health.ready),
+            (
+                "warmlane_worker_exact",
+                "1 while the index is fed by its own events",
+                lambda w: w.mode == "exact",
+            ),
+            (
+                "warmlane_worker_parity",
+                "1 if its prompt tokens equal ours, 0 if they diverged, -1 unknown",
+                self._fleet.parity_of,
+            ),
+            (
+                "warmlane_in_flight_requests",
+                "Sent and not finished",
+                lambda w: w.books.in_flight,
+            ),
+            (
+                "warmlane_queued_tokens",
+                "Uncached prompt tokens without a first token",
+                lambda w: w.books.queued_tokens,
+            ),
+        ):
+            rows = (((pool.name, worker.id), read(worker)) for pool, worker in members)
+            yield from parts.gauge(name, text, WORKER, rows)
+        yield from parts.gauge(
+            "warmlane_index_blocks",
+            "Blocks believed to be held",
+            (*WORKER, "tier"),
+            (
+                ((pool.name, worker.id, tier), count)
+                for pool, worker in members
+                if pool.index is not None
+                for tier, count in pool.index.blocks_by_tier(worker.id).items()
+            ),
+        )
         now_s = self._clock()
-        ready = GaugeMetricFamily("warmlane_worker_ready", "1 while checks pass", labels=WORKER)
-        exact = GaugeMetricFamily(
-            "warmlane_worker_exact", "1 while the index is fed by its own events", labels=WORKER
-        )
-        parity = GaugeMetricFamily(
-            "warmlane_worker_parity",
-            "1 if its prompt tokens equal ours, 0 if they diverged, -1 unknown",
-            labels=WORKER,
-        )
-        flight = GaugeMetricFamily(
-            "warmlane_in_flight_requests", "Sent and not finished", labels=WORKER
-        )
-        queued = GaugeMetricFamily(
-            "warmlane_queued_tokens", "Uncached prompt tokens without a first token", labels=WORKER
-        )
-        blocks = GaugeMetricFamily(
-            "warmlane_index_blocks", "Blocks believed to be held", labels=(*WORKER, "tier")
-        )
-        age = GaugeMetricFamily(
+        yield from parts.gauge(
             "warmlane_worker_event_age_seconds",
             "Time since the worker's last KV event",
-            labels=WORKER,
+            WORKER,
+            (
+                ((pool.name, worker.id), now_s - worker.last_event_s)
+                for pool, worker in members
+                if worker.last_event_s is not None
+            ),
         )
-        unread = CounterMetricFamily(
-            "warmlane_unread_prompts", "Prompts routed without tokens", labels=("pool", "reason")
+        yield from parts.counter(
+            "warmlane_unread_prompts",
+            "Prompts routed without tokens",
+            ("pool", "reason"),
+            (
+                ((pool.name, reason), count)
+                for pool in self._fleet.pools
+                for reason, count in list(pool.unread_prompts.items())
+            ),
         )
-        for pool in self._fleet.pools:
-            for reason, count in pool.unread_prompts.items():
-                unread.add_metric((pool.name, reason), count)
-            for worker in pool.workers.values():
-                at = (pool.name, worker.id)
-                ready.add_metric(at, worker.health.ready)
-                exact.add_metric(at, worker.mode == "exact")
-                parity.add_metric(at, self._fleet.parity_of(worker))
-                flight.add_metric(at, worker.books.in_flight)
-                queued.add_metric(at, worker.books.queued_tokens)
-                if pool.index is not None:
-                    for tier, count in pool.index.blocks_by_tier(worker.id).items():
-                        blocks.add_metric((*at, tier), count)
-                if worker.last_event_s is not None:
-                    age.add_metric(at, now_s - worker.last_event_s)
-        yield from (ready, exact, parity, flight, queued, blocks, age, unread)
 
     def _events(self) -> Iterator[Metric]:
         """Yield what came of the workers' KV events, for those that this process follows."""
-        counts = {
-            name: CounterMetricFamily(f"warmlane_kv_event_{name}", text, labels=WORKER)
-            for name, (text, _) in EVENT_COUNTS.items()
-        }
-        lag = GaugeMetricFamily(
+        feeds = self._fleet.feeds
+        followed = [
+            ((pool.name, worker.id), feeds[worker.id])
+            for pool, worker in self._members()
+            if worker.id in feeds
+        ]
+        for name, (text, read) in EVENT_COUNTS.items():
+            rows = ((at, read(feed)) for at, feed in followed)
+            yield from parts.counter(f"warmlane_kv_event_{name}", text, WORKER, rows)
+        yield from parts.gauge(
             "warmlane_kv_event_lag_seconds",
             "How long events have been due that did not come",
-            labels=WORKER,
+            WORKER,
+            ((at, feed.lag_s) for at, feed in followed),
         )
-        health = GaugeMetricFamily(
+        yield from parts.gauge(
             "warmlane_kv_event_health",
             "1 for the state that a worker's events are in",
-            labels=(*WORKER, "state"),
+            (*WORKER, "state"),
+            (((*at, feed.health.value), 1) for at, feed in followed),
         )
-        for pool in self._fleet.pools:
-            for worker in pool.workers.values():
-                feed = self._fleet.feeds.get(worker.id)
-                if feed is None:
-                    continue
-                at = (pool.name, worker.id)
-                for name, (_, read) in EVENT_COUNTS.items():
-                    counts[name].add_metric(at, read(feed))
-                lag.add_metric(at, feed.lag_s)
-                health.add_metric((*at, feed.health.value), 1)
-        yield from counts.values()
-        yield lag
-        yield health
+
+    def _members(self) -> list[tuple[Pool, Worker]]:
+        """Return all workers as they are now: they may come and go while they are read."""
+        return [(pool, worker) for pool in self._fleet.pools for worker in pool.workers.values()]
