@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from gateway.config import Settings
-from gateway.cross_checks import problems
+from gateway.config.cross_checks import problems
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gateway.config import PoolConfig, Settings, WorkerConfig
+    from gateway.config.discovery import DiscoveryConfig
     from gateway.discovery.listing import Found, Source
-    from gateway.discovery_config import DiscoveryConfig
     from gateway.fleet.fleet import Fleet
     from gateway.fleet.tending import Tending
 

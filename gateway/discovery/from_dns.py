@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from pydantic import ValidationError
 
 from gateway.config import WorkerConfig
+from gateway.config.discovery import filled
 from gateway.discovery.listing import Found, host_url, id_from
-from gateway.discovery_config import filled
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
+    from gateway.config.discovery import DnsDiscovery
     from gateway.discovery.listing import Listing
-    from gateway.discovery_config import DnsDiscovery
 
     Lookup = Callable[[], Awaitable[list["Address"]]]
 

@@ -16,8 +16,8 @@ from gateway.discovery.stamps import LOOK_EVERY_S, Stamp, stamp_of
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from gateway.config.discovery import FileDiscovery
     from gateway.discovery.listing import Listing
-    from gateway.discovery_config import FileDiscovery
 
 # Thousands of workers are a few hundred kilobytes; more is another file.
 MAX_FILE_BYTES = 4 << 20

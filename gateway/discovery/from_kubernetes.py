@@ -18,9 +18,9 @@ from gateway.discovery.kube_objects import SERVICE_LABEL, pods, slices
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from gateway.config.discovery import KubernetesDiscovery
     from gateway.discovery.kube_api import Event
     from gateway.discovery.listing import Listing
-    from gateway.discovery_config import KubernetesDiscovery
 
 # After a failure; doubles with each one in a row, and is spread so that gateways part.
 FIRST_BACKOFF_S = 0.5

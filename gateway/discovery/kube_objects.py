@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from gateway.config import WorkerConfig
+from gateway.config.discovery import filled
 from gateway.discovery.listing import Found, host_url, id_from
-from gateway.discovery_config import filled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from gateway.discovery_config import KubernetesDiscovery
+    from gateway.config.discovery import KubernetesDiscovery
 
 PREFIX = "warmlane.io/"
 SERVICE_LABEL = "kubernetes.io/service-name"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gateway.config.discovery import DnsDiscovery, FileDiscovery, KubernetesDiscovery
 from gateway.discovery.from_dns import DnsSource
 from gateway.discovery.from_file import FileSource
 from gateway.discovery.from_kubernetes import KubernetesSource
-from gateway.discovery_config import DnsDiscovery, FileDiscovery, KubernetesDiscovery
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gateway.config.discovery import DiscoveryConfig
     from gateway.discovery.listing import Source
-    from gateway.discovery_config import DiscoveryConfig
 
 
 def make_source(config: DiscoveryConfig, is_well: Callable[[str], bool]) -> Source:

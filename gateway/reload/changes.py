@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from gateway.cross_checks import problems
+from gateway.config.cross_checks import problems
 from gateway.settings import ConfigError
 
 if TYPE_CHECKING:
     from gateway.config import PoolConfig, Settings
-    from gateway.section import Section
+    from gateway.config.section import Section
 
 S = TypeVar("S", bound="Section")
 

@@ -17,7 +17,7 @@ from tests.support import poll_until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from gateway.discovery_config import DiscoveryConfig
+    from gateway.config.discovery import DiscoveryConfig
 
 
 class Told:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.config.discovery import DnsDiscovery
 from gateway.discovery.from_dns import Address, DnsSource, LookupFailed, addresses_of
-from gateway.discovery_config import DnsDiscovery
 from tests.fakes.dns_server import NO_SUCH_NAME, SERVER_FAILURE, DnsServer
 from tests.gateway.discovery_parts import Told
 

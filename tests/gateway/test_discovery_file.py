@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gateway.config.discovery import FileDiscovery
 from gateway.discovery.from_file import FileError, FileSource, read_workers
-from gateway.discovery_config import FileDiscovery
 from tests.gateway.discovery_parts import Told
 from tests.support import poll_until
 

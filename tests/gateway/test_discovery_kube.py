@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from gateway.config.discovery import KubernetesDiscovery
 from gateway.discovery.from_kubernetes import KubernetesSource
 from gateway.discovery.kube_access import Access
-from gateway.discovery_config import KubernetesDiscovery
 from tests.fakes.kube_api import KubeApiServer, endpoint, endpoint_slice, pod
 from tests.gateway.discovery_parts import Told
 from tests.support import poll_until

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config import Settings, check_redis_url
-from gateway.section import check_worker_url
+from gateway.config.section import check_worker_url
 from gateway.settings import ConfigError, describe, load
 from gateway.unsupported import unsupported
 

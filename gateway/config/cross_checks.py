@@ -1,6 +1,6 @@
 """What one value of the configuration demands of another, each problem with its place.
 
-The shape of single values is ``gateway/config.py``'s business.
+The shape of single values is that of the files beside this one.
 """
 
 from __future__ import annotations

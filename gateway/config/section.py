@@ -12,6 +12,8 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+# The name of an environment variable. A secret put here by mistake is none, and is not shown.
+EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 # tcp://HOST:PORT, where * as the host means that this side listens; or ipc://PATH.
@@ -19,9 +21,12 @@ _ZMQ_ADDRESS = re.compile(r"tcp://(?:\*|\[[0-9A-Fa-f:.%]+\]|[^:/\[\]\s*]+):\d{1,
 
 
 class Section(BaseModel):
-    """A part of the configuration: immutable, unknown keys refused."""
+    """A part of the configuration: immutable, unknown keys refused.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    The docstring under a key is its description in the schema and in docs/reference/config.md.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 def check_zmq_address(value: str) -> str:

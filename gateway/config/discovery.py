@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from gateway.section import PositiveInt, Seconds, Section, check_zmq_address
+from gateway.config.section import PositiveInt, Seconds, Section, check_zmq_address
 
 RealPort = Annotated[int, Field(ge=1, le=65535)]
 
@@ -15,22 +15,27 @@ class StaticDiscovery(Section):
     """The workers are those of ``pools[].workers``."""
 
     type: Literal["static"] = "static"
+    """How workers are found."""
 
 
 class FileDiscovery(Section):
     """Workers stand in a file of their own, which is read again when it changes."""
 
     type: Literal["file"]
+    """How workers are found."""
     path: Annotated[str, Field(min_length=1)]
+    """The file."""
 
 
 class _Addressed(Section):
     """What is to be said of workers of which only the host is found."""
 
     scheme: Literal["http", "https"] = "http"
-    # With {ip} in the place of the worker's address; null = as the worker itself says.
+    """How workers are spoken to."""
     kv_events: str | None = None
+    """Where a worker publishes KV events, {ip} being its address; null = as it says itself."""
     kv_replay: str | None = None
+    """Where a worker replays them, in the same form."""
 
     @field_validator("kv_events", "kv_replay")
     @classmethod
@@ -44,15 +49,19 @@ class DnsDiscovery(_Addressed):
     """Each address that a name resolves to is a worker."""
 
     type: Literal["dns"]
+    """How workers are found."""
     name: Annotated[str, Field(min_length=1)]
-    # Of all workers; SRV records carry their own.
+    """Host name that resolves to the workers, or whose SRV records name them."""
     port: RealPort | None = None
+    """Port of all workers; SRV records carry their own."""
     srv: bool = False
+    """Ask for SRV records."""
     interval_s: Seconds = 10
-    # A worker leaves once so many answers in a row are without it.
+    """How often the name is asked for, unless its records say."""
     absent_answers: PositiveInt = 3
-    # How long the last answer holds while the resolver fails.
+    """A worker leaves once so many answers in a row are without it."""
     keep_s: Seconds = 600
+    """How long the last answer holds while the resolver fails."""
 
     @model_validator(mode="after")
     def _one_port(self) -> DnsDiscovery:
@@ -65,18 +74,25 @@ class KubernetesDiscovery(_Addressed):
     """Workers are the pods that a label selector or a Service names."""
 
     type: Literal["kubernetes"]
+    """How workers are found."""
     selector: str | None = None
+    """Label selector of the pods."""
     service: str | None = None
-    # null: the gateway's own, or the one of the kubeconfig's context.
+    """Service whose EndpointSlices name the pods."""
     namespace: str | None = None
-    # null: the service account that the cluster gave this pod.
+    """null: the gateway's own, or the one of the kubeconfig's context."""
     kubeconfig: str | None = None
+    """null: the service account that the cluster gave this pod."""
     context: str | None = None
+    """Context of the kubeconfig; null = its current one."""
     port: RealPort | str = 8000
+    """Port of the workers, or the name that their pods give it."""
     pool_label: str = "warmlane.io/pool"
+    """Label that names a pod's pool."""
     model_label: str = "warmlane.io/model"
-    # Everything is listed anew so often, should a change have been missed.
+    """Label that names a pod's model."""
     relist_s: Seconds = 600
+    """Everything is listed anew so often, should a change have been missed."""
 
     @model_validator(mode="after")
     def _one_of(self) -> KubernetesDiscovery:
