@@ -190,6 +190,8 @@ def test_roles_are_there_only_to_watch_and_only_what_is_watched() -> None:
 @pytest.mark.parametrize("kind", ["static", "dns", "kubernetes"])
 def test_the_gateway_is_told_of_every_set_where_it_listens(kind: str) -> None:
     values = load_values(CHART / "ci" / "two-runners.yaml") | {"discovery": {"type": kind}}
+    if kind != "static":
+        values["workers"][0]["runner"]["servePeers"] = False
     values["workers"][0] |= {"port": 9000, "kvEvents": {"port": 9001, "replayPort": 9002}}
     objects = render(values)
     pools = {pool["name"]: pool for pool in gateway_config(objects)["pools"]}

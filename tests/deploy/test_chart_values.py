@@ -150,6 +150,10 @@ WRONG: list[tuple[str, str]] = [
         "workers: [{name: a, type: vllm, model: org/m, modelVolumeReadOnly: true}]",
         "modelVolumeReadOnly without a modelVolume",
     ),
+    (
+        "discovery: {type: dns}\nengine: {runner: {servePeers: true}}",
+        "runner.servePeers with discovery.type dns",
+    ),
     ("engine: {kvEvents: {port: 8000}}", "have to differ, got 8000, 8000, 5558"),
     ("warmup: {enabled: true}", "warmup.enabled without warmup.manifest"),
     ("warmup: {enabled: true, manifest: {model: m}}", "without secrets.adminToken"),

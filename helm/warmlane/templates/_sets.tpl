@@ -46,6 +46,9 @@
 {{- if and (eq $set.runner.device "cuda") (has $set.runner.dtype (list "int8" "int4")) -}}
 {{- fail (printf "%s: runner.dtype %s on cuda; expected float32 or bfloat16" $where $set.runner.dtype) -}}
 {{- end -}}
+{{- if and $set.runner.servePeers (ne .root.Values.discovery.type "static") (not .root.Values.config.pools) -}}
+{{- fail (printf "%s: runner.servePeers with discovery.type %s: peers are known by their names, and the gateway would name addresses; expected static" $where .root.Values.discovery.type) -}}
+{{- end -}}
 {{- if and (hasPrefix "/models/" $set.model) (not $set.modelVolume) -}}
 {{- fail (printf "%s: model %s, but modelVolume is empty; expected the volume that holds it" $where $set.model) -}}
 {{- end -}}
