@@ -8,7 +8,7 @@ from gateway.fleet.figures import filled_share
 from gateway.fleet.worker_state import worker_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from gateway.console.decisions import Decisions
     from gateway.console.parts import Parts
@@ -39,14 +39,16 @@ def pool_rows(
     return [_pool_row(parts, pool, decisions, recent(pool.name)) for pool in parts.fleet.pools]
 
 
-def worker_rows(parts: Parts, telemetry: Telemetry, now_s: float) -> list[dict[str, Any]]:
-    """Return a row for each worker; a value that nobody has is None, never 0."""
-    return [
-        _worker_row(parts, pool, worker, now_s)
-        | observed_row(telemetry.workers.get(worker.id), now_s)
-        for pool in parts.fleet.pools
-        for worker in pool.workers.values()
-    ]
+def worker_rows(parts: Parts, telemetry: Telemetry, now_s: float) -> Iterator[dict[str, Any]]:
+    """Yield a row for each worker; a value that nobody has is None, never 0.
+
+    Workers may come and go meanwhile.
+    """
+    for pool in list(parts.fleet.pools):
+        for worker in list(pool.workers.values()):
+            if worker.id in pool.workers:
+                row = _worker_row(parts, pool, worker, now_s)
+                yield row | observed_row(telemetry.workers.get(worker.id), now_s)
 
 
 def observed_row(observed: Observed | None, now_s: float) -> dict[str, Any]:
@@ -71,7 +73,7 @@ _EMPTY: dict[str, Any] = {"count": 0, "total_s": 0.0, "buckets": []}
 def _spread(window: Window, now_s: float) -> dict[str, Any]:
     """Return count, sum and histogram of a window; buckets as ``Summary`` has them."""
     summary = window.summary(now_s)
-    buckets = sorted(summary.buckets.items())
+    buckets = list(summary.buckets.items())
     return {"count": summary.count, "total_s": summary.total, "buckets": buckets}
 
 

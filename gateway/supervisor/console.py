@@ -115,7 +115,7 @@ def _observed(into: Document, row: Document) -> Document:
         counts[bucket] = counts.get(bucket, 0) + count
     ttft = {name: into["ttft"][name] + row["ttft"][name] for name in ("count", "total_s")}
     told = {name: _sum(into[name], row[name]) for name in _OBSERVED_SUMS}
-    return {**told, "ttft": {**ttft, "buckets": sorted(counts.items())}}
+    return {**told, "ttft": {**ttft, "buckets": list(counts.items())}}
 
 
 def _sum(a: int | None, b: int | None) -> int | None:

@@ -48,7 +48,7 @@ def documents_report(
     by_name = {pool.name: pool for pool in pools}
     hot = account.hot()
     rows = [
-        _row(by_name.get(pool), pool, ring_key, group, store, secret)
+        hot_row(by_name.get(pool), pool, ring_key, group, store, secret)
         for pool, ring_key, group in hot[:limit]
     ]
     prefixes = sorted(warmed, key=lambda prefix: -prefix.hit_tokens)[:limit]
@@ -77,14 +77,24 @@ def copies_of(pool: Pool | None, end: BlockHash | None) -> list[dict[str, Any]]:
     ]
 
 
-def _row(
+def hot_row(
     pool: Pool | None,
     name: str,
     ring_key: str,
     group: Group,
     store: PromptStore,
-    secret: bytes,
+    secret: bytes = b"",
 ) -> dict[str, Any]:
+    """Return one document's row of the report.
+
+    Args:
+        pool: Its pool; None if there is none of that name any more.
+        name: Of the pool.
+        ring_key: The document's key.
+        group: What is known of its requests.
+        store: Prompts that are kept.
+        secret: For ``hashed_key``.
+    """
     kind, value = key_parts(ring_key, group.tenant)
     entry = store.get(name, ring_key)
     hit_tokens = max(0.0, group.shared_tokens - group.lost_tokens)

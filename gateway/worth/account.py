@@ -124,12 +124,14 @@ class WorthAccount:
 
     def hot(self) -> list[tuple[str, str, Group]]:
         """Return pool, ring key and sums of all documents, those first that reuse saves most."""
+        return sorted(self.documents(), key=lambda row: -row[2].recompute_s)
+
+    def documents(self) -> Iterator[tuple[str, str, Group]]:
+        """Yield pool, ring key and sums of now of all documents; they may change meanwhile."""
         now_s = self._clock()
-        found = list(self._documents.items())
-        for _, _, group in found:
+        for pool, ring_key, group in list(self._documents.items()):
             group.fade(now_s)
-        found.sort(key=lambda row: -row[2].recompute_s)
-        return found
+            yield pool, ring_key, group
 
     def forget(self, is_meant: Callable[[str, str, str], bool]) -> int:
         """Forget groups of documents and tenants.
@@ -147,24 +149,30 @@ class WorthAccount:
 
     def report(self) -> dict[str, Any]:
         """Return ``GET /admin/v1/worth``, as plain JSON values."""
+        tenants = list(self.tenant_rows())
+        return {
+            "window_s": WINDOW_S,
+            "management_s": MANAGEMENT_S,
+            "pools": self.pool_rows(),
+            "tenants": tenants,
+            "documents": list(self._listed(self._clock())),
+            "advice": separate_pools(tenants),
+        }
+
+    def pool_rows(self) -> list[dict[str, Any]]:
+        """Return the pools' rows of the report."""
         now_s = self._clock()
-        pools = [
+        return [
             {"pool": pool, "reusable_tokens": self._reusable_tokens(pool)}
             | self._row(pool, group, now_s)
             for pool, group in self._pools.items()
         ]
-        tenants = [
-            {"pool": pool, "tenant": tenant} | self._row(pool, group, now_s)
-            for pool, tenant, group in self._named_tenants()
-        ]
-        return {
-            "window_s": WINDOW_S,
-            "management_s": MANAGEMENT_S,
-            "pools": pools,
-            "tenants": tenants,
-            "documents": list(self._listed(now_s)),
-            "advice": separate_pools(tenants),
-        }
+
+    def tenant_rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the tenants' rows of the report; tenants may come and go meanwhile."""
+        now_s = self._clock()
+        for pool, tenant, group in list(self._named_tenants()):
+            yield {"pool": pool, "tenant": tenant} | self._row(pool, group, now_s)
 
     def tenants(self) -> Iterator[tuple[str, str, Group, Worth]]:
         """Yield pool, tenant, sums and what they say; the tenant is empty for a whole pool."""
