@@ -269,16 +269,22 @@ def config_schema() -> None:
     print(json.dumps(Settings.model_json_schema(), indent=2))
 
 
+def all_commands() -> typer.Typer:
+    """Return all commands, those that are slow to import as well."""
+    from gateway.replay.command import replay
+
+    if replay not in [command.callback for command in app.registered_commands]:
+        app.command()(replay)
+    return app
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; what went wrong is said on stderr."""
     args = sys.argv[1:] if argv is None else argv
-    if args[:1] in ([], ["--help"], ["replay"]):
-        # Its options are its own, and reading them costs every other command a tenth of a second.
-        from gateway.replay.command import replay
-
-        app.command()(replay)
+    # The options of replay are its own, and reading them costs others a tenth of a second.
+    commands = all_commands() if args[:1] in ([], ["--help"], ["replay"]) else app
     try:
-        app(args, prog_name="warmlane")
+        commands(args, prog_name="warmlane")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     except (CommandError, ConnectionError) as error:

@@ -128,7 +128,7 @@ def parse_args(
     Raises:
         SystemExit: 0 after ``--help``, 2 on a usage error, as argparse does.
     """
-    parser = _parser()
+    parser = make_parser()
     environ = os.environ if environ is None else environ
     # A later flag wins over an earlier one, so the environment comes first.
     flags = _flags_of(parser, environ) + list(sys.argv[1:] if argv is None else argv)
@@ -152,7 +152,8 @@ def parse_args(
     return config
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the runner's flags."""
     parser = argparse.ArgumentParser(
         prog="warmlane runner",
         description="Serve a model over the OpenAI API with a paged KV cache and prefix reuse.",

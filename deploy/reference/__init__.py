@@ -1,0 +1,1 @@
+"""Pages of docs/reference/, written from the code itself: ``python -m deploy.reference``."""
