@@ -41,6 +41,11 @@ ROUTE_BUCKETS_S = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0
 DURATION_BUCKETS_S = (
     *(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
 )
+# OpenTelemetry's GenAI buckets, finer at the beginning: small models take a millisecond a token.
+OUTPUT_TOKEN_BUCKETS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    2.5,
+)
 # How much of the mean request's length one more request counts: about the last hundred of a pool.
 LENGTH_ALPHA = 0.01
 
@@ -118,6 +123,12 @@ class Telemetry:
             DURATION_BUCKETS_S,
             *("pool", "worker"),
         )
+        self._output_token = make.histogram(
+            "warmlane_output_token_seconds",
+            "Mean time between two tokens of a streamed answer",
+            OUTPUT_TOKEN_BUCKETS_S,
+            *("pool", "worker"),
+        )
         self._route = make.histogram(
             "warmlane_route_seconds",
             "Reading the prompt and choosing a worker",
@@ -156,7 +167,12 @@ class Telemetry:
             metric.remove_by_labels({"worker": worker})
         for metric in (self._observed, self._computed, self._error, self._completion):
             metric.remove_by_labels({"worker": worker})
-        for histogram in (self._ttft, self._predicted_ttft, self._duration):
+        for histogram in (
+            self._ttft,
+            self._predicted_ttft,
+            self._duration,
+            self._output_token,
+        ):
             histogram.remove_by_labels({"worker": worker})
         self._choices.forget_worker(worker)
 
@@ -206,6 +222,7 @@ class Telemetry:
                 ttft=self._ttft.labels(*labels),
                 predicted_ttft=self._predicted_ttft.labels(*labels),
                 duration=self._duration.labels(*labels),
+                output_token=self._output_token.labels(*labels),
                 route=self._route.labels(record.pool),
             )
         return series
@@ -227,6 +244,7 @@ class _RequestSeries:
     ttft: Distribution
     predicted_ttft: Distribution
     duration: Distribution
+    output_token: Distribution
     route: Distribution
 
     def add(self, record: RequestRecord) -> None:
@@ -250,3 +268,7 @@ class _RequestSeries:
             self.ttft.observe(record.ttft_s, record.trace_id)
             if record.predicted_ttft_s is not None:
                 self.predicted_ttft.observe(record.predicted_ttft_s)
+            num_tokens = record.completion_tokens or record.counted_tokens or 0
+            if num_tokens > 1:
+                between_s = (record.duration_s - record.ttft_s) / (num_tokens - 1)
+                self.output_token.observe(between_s)

@@ -63,6 +63,21 @@ def test_predictions_are_counted_beside_observations() -> None:
     assert telemetry.fleet.hit_rate(5.0) == 128 / 200
 
 
+def test_the_time_between_tokens_is_counted_where_there_are_two() -> None:
+    telemetry = Telemetry(clock=lambda: 5.0)
+    telemetry.observe(record(ttft_s=0.25, duration_s=1.0, completion_tokens=7))
+    telemetry.observe(record(completion_tokens=None, counted_tokens=2))
+    telemetry.observe(record(completion_tokens=1))
+    telemetry.observe(record(ttft_s=None))  # not streamed: nobody saw its first token
+
+    found = samples(telemetry)
+
+    assert found["warmlane_output_token_seconds_count", "w0"] == 2
+    assert found["warmlane_output_token_seconds_sum", "w0"] == pytest.approx(0.75 / 6 + 0.75)
+    telemetry.forget_worker("w0")
+    assert ("warmlane_output_token_seconds_count", "w0") not in samples(telemetry)
+
+
 def test_what_nobody_reported_is_not_counted_as_zero() -> None:
     telemetry = Telemetry(clock=lambda: 5.0)
     telemetry.observe(record(observed_hit_tokens=None, ttft_s=None))
