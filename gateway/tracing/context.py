@@ -18,6 +18,7 @@ RANDOM_IDS = 0x02
 _HEADERS = frozenset((b"traceparent", b"tracestate"))
 # A version above 00 may have more behind the flags, after another dash.
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
 # 3.3.1.1: at least these must be passed on; beyond them the list is dropped as a whole.
 _MAX_MEMBERS = 32
 _MAX_STATE_CHARS = 8192
@@ -42,8 +43,9 @@ def parse_traceparent(value: str) -> Parent | None:
     version, trace, span, flags, more = match.groups()
     if version == "ff" or (version == "00" and more is not None):
         return None
-    parent = Parent(int(trace, 16), int(span, 16), int(flags, 16))
-    return parent if parent.trace_id and parent.span_id else None
+    if trace == _NO_TRACE or span == _NO_SPAN:
+        return None
+    return Parent(int(trace, 16), int(span, 16), int(flags, 16))
 
 
 def traceparent(trace_id: int, span_id: int, flags: int) -> str:
