@@ -14,12 +14,15 @@ import pytest
 import structlog
 
 import gateway
+from gateway import launch
 from gateway.proxy.api import MAX_MODEL_CHARS
 from gateway.runtime import configure_logs
+from gateway.settings import load
 from gateway.telemetry.failures import MAX_CAUSES, MAX_FRAMES, failure
 from gateway.telemetry.record import RequestRecord
 from gateway.telemetry.request_log import RequestLog
 from gateway.tracing import names
+from gateway.unsupported import unsupported
 from tests.fakes.engine import RawEngine, openai_engine
 from tests.gateway.private_parts import events, writing
 from tests.gateway.tenancy_parts import CHAT, asking, respond, serving
@@ -175,6 +178,21 @@ async def test_request_lines_are_of_level_info(
     lines = events(capfd.readouterr().err.encode())
 
     assert len(lines) == (level in ("debug", "info"))
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_gateway_that_logs_prompts_says_so_when_it_starts(allowed: bool) -> None:
+    flags = {
+        ("pools",): [{"name": "chat", "models": ["m"]}],
+        ("telemetry",): {"log_prompts": allowed},
+    }
+    settings, _ = load(None, flags=flags, environ={})
+    with structlog.testing.capture_logs() as logs:
+        launch._warn(settings, unsupported(settings)[1])
+
+    assert [(line["event"], line["log_level"]) for line in logs] == [
+        ("prompts_are_logged", "warning")
+    ] * allowed
 
 
 async def test_every_line_is_json_whatever_clients_write() -> None:
