@@ -65,11 +65,9 @@ def engine_of(objects: list[Object]) -> Object:
 
 
 def test_d01_arguments_arrive_one_to_one() -> None:
-    for values in (
-        {"engine": {"extraArgs": TRICKY}},
-        {"workers": [{"name": "a", "type": "vllm", "model": "m", "extraArgs": TRICKY}]},
-    ):
-        args = engine_of(render(values))["args"]
+    vllm: Values = {"name": "a", "type": "vllm", "model": "m", "extraArgs": TRICKY}
+    for sets in ({"engine": {"extraArgs": TRICKY}}, {"workers": [vllm]}):
+        args = engine_of(render(sets))["args"]
         assert args[-len(TRICKY) :] == TRICKY
     gateway = containers(gateway_of(render({"gateway": {"extraArgs": TRICKY}})))[0]
     assert gateway["args"] == ["serve", "--config", "/etc/warmlane/config.yaml", *TRICKY]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import kubernetes_validate
+import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 
 from tests.deploy.chart_parts import (
@@ -133,7 +133,7 @@ def test_workers_elsewhere_are_reached_where_they_may_be() -> None:
     anywhere = render(load_values(CHART / "ci" / "external-workers.yaml"))
     assert _may_leave(anywhere, "gateway", STRANGER, 8000)
     named = render(load_values(CHART / "ci" / "sglang-external.yaml"))
-    engines = ({}, {"kubernetes.io/metadata.name": "engines"})
+    engines: Any = ({}, {"kubernetes.io/metadata.name": "engines"})
     assert _may_leave(named, "gateway", engines, 30000)
     assert not _may_leave(named, "gateway", STRANGER, 30000)
 
