@@ -1,6 +1,6 @@
 """Pictures of the console over a gateway with traffic: wide and narrow, light and dark.
 
-    python -m bench.console_shots OUT [--workers N]
+    python -m bench.console_shots OUT [--workers N | --gateway URL]
 
 Engines are scripted, cache as real ones do, and the last one of them leaves before the first
 picture. Needs Debian's chromium. Also says when the page first painted, whether anything is wider
@@ -16,7 +16,6 @@ import json
 import random
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,7 +133,7 @@ async def shoot(page: Page, url: str, out: Path) -> None:
     """Take the pictures and say what was measured."""
     await page.open(url + "/console", width=SIZES["wide"])
     painted_ms = await page.run(PAINT)
-    await page.until("document.querySelectorAll('#decisions tbody tr').length > 20")
+    await page.until("document.querySelectorAll('#decisions tbody tr').length > 3")
     await page.until("document.querySelectorAll('#documents tbody tr').length > 0")
     for name, width in SIZES.items():
         await page.resize(width)
@@ -164,27 +163,33 @@ async def main(out: Path, num_workers: int) -> None:
     rng = random.Random(7)
     with tempfile.TemporaryDirectory() as folder:
         async with demo(Path(folder), num_workers) as (running, raws):
-            asking_ = [asyncio.create_task(traffic(running, rng)) for _ in range(4)]
+            clients = [asyncio.create_task(traffic(running, rng)) for _ in range(4)]
             await asyncio.sleep(8)
             if num_workers > 2:
                 await raws[-1].stop()
             try:
-                async with chromium(tool("chromium")) as page:
-                    await shoot(page, running.url, out)
+                await shoot_running(out, running.url)
             finally:
-                for task in asking_:
-                    task.cancel()
-                await asyncio.gather(*asking_, return_exceptions=True)
-            begun_s = time.perf_counter()
+                for client in clients:
+                    client.cancel()
+                await asyncio.gather(*clients, return_exceptions=True)
             async with running.session.get(running.url + "/console/data") as response:
-                size = len(await response.read())
-            print(f"data {size / 1024:.1f} KiB in {(time.perf_counter() - begun_s) * 1e3:.1f} ms")
+                print(f"data {len(await response.read()) / 1024:.1f} KiB")
+
+
+async def shoot_running(out: Path, url: str) -> None:
+    """Take the pictures of a gateway that has traffic already."""
+    async with chromium(tool("chromium")) as browser, browser.page() as page:
+        await shoot(page, url, out)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--gateway", help="take pictures of this one instead")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
+    if given.gateway:
+        sys.exit(asyncio.run(shoot_running(given.out, given.gateway)))
     sys.exit(asyncio.run(main(given.out, given.workers)))

@@ -1,4 +1,4 @@
-"""Drives a headless Chromium over its DevTools protocol: one page, what it says and does.
+"""Drives a headless Chromium over its DevTools protocol: pages, what they say and do.
 
 Source: https://chromedevtools.github.io/devtools-protocol/
 """
@@ -27,10 +27,11 @@ FLAGS = (
 
 
 class Page:
-    """One page; made by ``chromium``.
+    """One page; made by ``Browser.page``.
 
     Attributes:
         errors: What the page's console and the browser complained of, in order.
+        requests: URLs that it asked for, in order.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -133,9 +134,32 @@ class Page:
             self.requests.append(params["request"]["url"])
 
 
+class Browser:
+    """A running browser; made by ``chromium``."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url
+
+    @asynccontextmanager
+    async def page(self) -> AsyncIterator[Page]:
+        """Open a tab, which keeps nothing of the tabs before it."""
+        async with self._session.put(f"{self._url}/json/new?about:blank") as response:
+            target = await response.json(content_type=None)
+        url = target["webSocketDebuggerUrl"]
+        async with self._session.ws_connect(url, max_msg_size=0) as socket:
+            page = Page(socket)
+            try:
+                yield page
+            finally:
+                await page.close()
+        async with self._session.get(f"{self._url}/json/close/{target['id']}"):
+            pass
+
+
 @asynccontextmanager
-async def chromium(binary: Path) -> AsyncIterator[Page]:
-    """Start a browser with a fresh profile and yield its one page."""
+async def chromium(binary: Path) -> AsyncIterator[Browser]:
+    """Start a browser with a fresh profile."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = await asyncio.create_subprocess_exec(
             str(binary), *FLAGS, f"--user-data-dir={profile}", "--remote-debugging-port=0",
@@ -151,15 +175,7 @@ async def chromium(binary: Path) -> AsyncIterator[Page]:
             )
             port = told.read_text().split()[0]
             async with aiohttp.ClientSession() as session:
-                async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
-                    targets = await response.json(content_type=None)
-                url = next(t["webSocketDebuggerUrl"] for t in targets if t["type"] == "page")
-                async with session.ws_connect(url, max_msg_size=0) as socket:
-                    page = Page(socket)
-                    try:
-                        yield page
-                    finally:
-                        await page.close()
+                yield Browser(session, f"http://127.0.0.1:{port}")
         finally:
             if process.returncode is None:
                 process.kill()

@@ -8,18 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
-from tests.chromium import Page, chromium
+from tests.chromium import Browser, Page, chromium
 from tests.gateway.console_parts import TOKEN, consoled
 from tests.tools import tool
+
+# One browser for all: starting it takes longer than most tests.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HOSTILE = '<img src=x onerror="window.pwned=1">'
 DECISIONS = "#decisions tbody tr"
 
 
-@pytest.fixture
-async def page() -> AsyncIterator[Page]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
     async with chromium(tool("chromium")) as found:
+        yield found
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def page(browser: Browser) -> AsyncIterator[Page]:
+    async with browser.page() as found:
         yield found
 
 
@@ -156,6 +166,34 @@ async def test_nothing_is_wider_than_the_window(
         small += ".filter(b => Math.min(b.offsetWidth, b.offsetHeight) < 24).length"
         assert await page.run(small) == 0
     assert page.errors == []
+
+
+async def test_text_is_readable_in_both_schemes(tmp_path: Path, page: Page) -> None:
+    pairs = ["ink panel", "ink ground", "soft panel", "soft ground", "soft head", "ink fresh"]
+    pairs += [
+        "bad panel",
+        "bad bad-ground",
+        "ink bad-ground",
+        "warn panel",
+        "good panel",
+        "ink fill",
+    ]
+    contrasts = (
+        "(() => { const of = name => { const e = document.createElement('p');"
+        "e.style.color = `var(--${name})`; document.body.append(e);"
+        "const found = getComputedStyle(e).color.match(/[0-9.]+/g).slice(0, 3).map(c => c / 255)"
+        ".map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4); e.remove();"
+        "return 0.2126 * found[0] + 0.7152 * found[1] + 0.0722 * found[2]; };"
+        f"return {json.dumps(pairs)}.map(pair => {{ const [a, b] = pair.split(' ').map(of);"
+        "return [pair, (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)]; }); })()"
+    )
+    async with consoled(tmp_path) as running:
+        await page.open(running.url + "/console")
+        for is_dark in (False, True):
+            await page.dark(is_dark)
+            for pair, contrast in await page.run(contrasts):
+                # WCAG 2.2 AA for small text.
+                assert contrast >= 4.5, (pair, is_dark)
 
 
 async def test_it_asks_for_the_token_and_keeps_it_in_the_tab(
