@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import yaml
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -80,32 +82,48 @@ def selectors(expr: str) -> Iterator[Selector]:
 
 def read_selectors() -> set[Selector]:
     """Everything that the rules read from exporters."""
-    recorded = {rule["record"] for rule in rules() if "record" in rule}
-    return {
-        selector
-        for rule in rules()
-        for selector in selectors(rule["expr"])
-        if selector.name not in recorded | OWN_NAMES
-    }
+    read = {selector for rule in rules() for selector in selectors(rule["expr"])}
+    return {selector for selector in read if selector.name not in recorded_names() | OWN_NAMES}
+
+
+def recorded_names() -> set[str]:
+    return {rule["record"] for rule in rules() if "record" in rule}
+
+
+def fenced(language: str) -> dict[str, list[str]]:
+    """Name of a runbook -> its blocks in one language."""
+    block = re.compile(rf"^```{language}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return {name: block.findall((RUNBOOKS / f"{name}.md").read_text()) for name in names()}
 
 
 class Exposed(NamedTuple):
-    """What a gateway and a runner of it said when scraped."""
+    """A gateway and a runner of it, and what both said when scraped."""
 
-    gateway: list[Sample]
-    runner: list[Sample]
+    gateway_url: str
+    runner_url: str
+    gateway: list[Metric]
+    runner: list[Metric]
 
     @property
-    def samples(self) -> Iterable[Sample]:
-        return (*self.gateway, *self.runner)
+    def families(self) -> list[Metric]:
+        return [*self.gateway, *self.runner]
+
+    @property
+    def samples(self) -> list[Sample]:
+        return samples_of(self.families)
 
 
-def samples_of(url: str) -> list[Sample]:
+def samples_of(families: list[Metric]) -> list[Sample]:
+    return [sample for family in families for sample in family.samples]
+
+
+def families_of(url: str) -> list[Metric]:
     text = httpx.get(f"{url}/metrics", timeout=10).text
-    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return list(text_string_to_metric_families(text))
 
 
-def expose(folder: Path, model: Path) -> Exposed:
+@contextmanager
+def exposed_fleet(folder: Path, model: Path) -> Iterator[Exposed]:
     """Run one gateway with everything that can be watched, and one runner with tiers behind it."""
     runner = RunnerConfig(
         model=str(model),
@@ -128,7 +146,7 @@ def expose(folder: Path, model: Path) -> Exposed:
             for question in ("Who?", "When?"):
                 body = chat(gateway.url, document("alerts"), question, stream=True)
                 assert b"[DONE]" in body.content
-            return Exposed(samples_of(gateway.url), samples_of(live.url))
+            yield Exposed(gateway.url, live.url, families_of(gateway.url), families_of(live.url))
         finally:
             gateway.stop()
             redis.stop()
