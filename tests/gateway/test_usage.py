@@ -17,6 +17,7 @@ from gateway.routing.cost import prefill_s
 from gateway.routing.dispatch import Dispatcher, Inbound, Outcome, Plan, Ticket
 from gateway.routing.dispatch import Usage as Reported
 from gateway.usage.cache_value import WINDOW_S
+from gateway.usage.hints import merged_hints
 from gateway.usage.metrics import UsageCollector
 from gateway.usage.scale_down import MIN_WATCHED_S, merged_rows, scale_down
 from gateway.usage.usage import Usage
@@ -329,6 +330,23 @@ def test_values_of_several_processes_add_up_before_they_are_judged() -> None:
         (14.0, 10 * WINDOW_S), (11.0, 10 * WINDOW_S)
     ]  # fmt: skip
     assert [advice["worker"] for advice in scale_down(rows)] == ["w1"]
+
+
+async def test_requests_that_name_documents_and_chunks_are_counted() -> None:
+    floor = Floor()
+    chunked = {"documents": [{"id": "a", "chunks": ["some text"]}]}
+    for hint in ({}, {"documents": [{"id": "a"}]}, chunked, {"session": "s"}, {"documents": "?"}):
+        await floor.serve(ids([7] * 64, warmlane=hint))
+    by_header = ids([7] * 64)
+    by_header.headers = {"x-document-id": "a"}
+    await floor.serve(by_header)
+    await floor.serve(ids([7] * 64, warmlane=chunked), outcome=Outcome.TRUNCATED)
+
+    (row,) = floor.usage.worth()["hints"]
+    assert row == {"pool": "chat", "requests": 6, "with_documents": 3, "with_chunks": 1}
+    assert merged_hints([[row], [row], []]) == [
+        {"pool": "chat", "requests": 12, "with_documents": 6, "with_chunks": 2}
+    ]
 
 
 async def test_worth_tells_the_value_of_each_workers_cache() -> None:
