@@ -43,7 +43,6 @@ def make_root(work: Path, hidden: str, kept: str, readable: str) -> Path:
     run("mount", "-t", "tmpfs", "tmpfs", f"{root}{hidden}")
     bind(root, Path(kept), kept, read_only=True)
     run("mount", "--rbind", "/dev", f"{root}/dev")
-    run("mount", "-t", "proc", "proc", f"{root}/proc")
     return root
 
 
@@ -83,8 +82,11 @@ def main() -> int:
     confine = ["setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--no-new-privs"]
     if uid != "0":
         confine += ["--inh-caps=-all", "--bounding-set=-all"]
-    chroot = shutil.which("chroot") or "chroot"
-    command = [chroot, str(root), *confine, *told["argv"]]
+    # The program is process 1 of its own, as in a container: no signal has a default effect there.
+    # The two are found by root's PATH, which the program does not get.
+    unshare, chroot = (shutil.which(name) or name for name in ("unshare", "chroot"))
+    alone = [unshare, "--pid", "--fork", "--kill-child", f"--mount-proc={root}/proc"]
+    command = [*alone, chroot, str(root), *confine, *told["argv"]]
     return subprocess.run(command, env=told["env"], check=False).returncode
 
 

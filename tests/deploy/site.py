@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -89,6 +90,18 @@ class Container:
     def wait(self, *, deadline_s: float = READY_DEADLINE_S) -> int:
         """Return its exit status."""
         return self.process.wait(deadline_s)
+
+    def program(self) -> int:
+        """Return the process id of its program: the namespaces' makers are its parents."""
+        pid = self.process.pid
+        for _ in range(3):
+            (pid,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        return pid
+
+    def terminate(self) -> int:
+        """Tell its program to end, and return its exit status once it did."""
+        os.kill(self.program(), signal.SIGTERM)
+        return self.wait()
 
     @property
     def output(self) -> str:
@@ -198,13 +211,12 @@ class Site:
     def execute(self, container: Container, argv: list[str]) -> subprocess.CompletedProcess[str]:
         """Run a command inside, as the container's user and in its environment."""
         told = json.loads(container.about.read_text())
-        pid = container.process.pid
-        init = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
+        pid = str(container.program())
         uid, _, gid = told["user"].partition(":")
         confined = ["setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", *argv]
         return subprocess.run(
             [
-                *("/usr/bin/nsenter", "--target", init, "--mount", "--net", "--pid"),
+                *("/usr/bin/nsenter", "--target", pid, "--mount", "--net", "--pid"),
                 *(str(shutil.which("chroot")), f"{told['work']}/root", *confined),
             ],
             env=told["env"],

@@ -144,6 +144,30 @@ def test_a_release_with_tls_and_tenants_serves_only_those_with_a_key(
     assert site.get(models, verify=False).status_code == 401
 
 
+@pytest.mark.parametrize("part", ["small", "large"])
+def test_engines_with_lower_tiers_become_ready(
+    part: str,
+    site: Site,
+    images: dict[str, Image],
+    smollm2_dir: Path,
+    kernels: Path,
+    tmp_path: Path,
+) -> None:
+    release = Release(
+        site,
+        render(ci_values("two-runners"), name="two", namespace=NAMESPACE),
+        images,
+        tmp_path,
+        volumes={"/models": models(tmp_path / "models", smollm2_dir)},
+        kernels=kernels,
+    )
+    owner = chart_parts.find(release.objects, "StatefulSet", part)
+    (pod,) = release.start(owner, replicas=1)
+
+    release.wait_ready(pod, owner)
+    site.stop(pod)
+
+
 @pytest.mark.parametrize("path", CI_VALUES, ids=lambda path: path.stem)
 def test_the_gateway_of_every_values_file_starts_before_anybody_else_is_there(
     path: Path, site: Site, images: dict[str, Image], smollm2_dir: Path, tmp_path: Path
@@ -164,6 +188,12 @@ def test_the_gateway_of_every_values_file_starts_before_anybody_else_is_there(
     release.wait_ready(gateway, owner, "startupProbe")
     release.wait_ready(gateway, owner, "livenessProbe")
     site.stop(gateway)
+
+
+def test_pods_that_are_told_to_end_do_so_in_good_order(shop: Shop) -> None:
+    """The last test: nothing runs after it."""
+    for pod in (*shop.pods["gateway"], *shop.pods["worker-runner"]):
+        assert pod.terminate() == 0, pod.output
 
 
 def ci_values(name: str) -> Values:
@@ -189,6 +219,13 @@ def made_secrets() -> dict[tuple[str, str], str]:
 def tokenizers(folder: Path, model: Path) -> Path:
     """A volume with a model's tokenizer, as the values for vLLM expect it."""
     shutil.copytree(model, folder / "llama", ignore=shutil.ignore_patterns("*.gguf"))
+    return folder
+
+
+def models(folder: Path, model: Path) -> Path:
+    """A volume with models under the names that values files have."""
+    for name in ("smollm2", "qwen"):
+        shutil.copytree(model, folder / name)
     return folder
 
 
