@@ -89,6 +89,12 @@ RESOURCES: Schema = {
     },
 }
 
+# The chart's own are what selectors go by.
+LABELS: Schema = {
+    **map_of(text(r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$")),
+    "propertyNames": {"not": {"pattern": r"^(app\.kubernetes\.io|helm\.sh)/"}},
+}
+
 SHAPES: dict[str, Schema] = {
     "global": VERBATIM,
     "nameOverride": text(OBJECT_NAME),
@@ -109,12 +115,12 @@ SHAPES: dict[str, Schema] = {
     "*.existingSecretKey": SECRET["properties"]["existingSecretKey"],
     "discovery.type": one_of("static", "kubernetes", "dns"),
     "serviceAccount.name": text(OBJECT_NAME),
-    "commonLabels": map_of(text()),
+    "commonLabels": LABELS,
     "*.annotations": map_of(text()),
     "*.podAnnotations": map_of(text()),
-    "*.podLabels": map_of(text()),
+    "*.podLabels": LABELS,
     "*.nodeSelector": map_of(text()),
-    "metrics.*.labels": map_of(text()),
+    "metrics.*.labels": LABELS,
     "*.resources": RESOURCES,
     "*.env": map_of(text(), ENV_NAME),
     "*.extraEnv": list_of({**VERBATIM, "required": ["name"]}),

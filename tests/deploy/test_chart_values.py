@@ -55,7 +55,14 @@ WRONG: list[tuple[str, str]] = [
     ("httpRoute: {paths: [v1]}", "does not match pattern"),
     ("extraObjects: [{data: {}}]", "missing properties 'apiVersion', 'kind'"),
     ("gateway: {preStopSeconds: 0}", "minimum: got 0, want 1"),
+    ("commonLabels: {app.kubernetes.io/name: other}", "'not' failed"),
+    ("engine: {podLabels: {helm.sh/chart: other}}", "'not' failed"),
+    ("gateway: {podLabels: {team: 'a b'}}", "does not match pattern"),
     # Values that are possible each, but not together.
+    (
+        "gateway: {env: {KEY: a}}\nsecrets: {env: {KEY: {value: b}}}",
+        "a variable stands twice in secrets.env, gateway.env and gateway.extraEnv: KEY, KEY",
+    ),
     ("workers: []", "there are no workers: expected worker sets of this chart"),
     ("gateway: {replicas: 2}", "up to 2 gateways with an index in memory"),
     (

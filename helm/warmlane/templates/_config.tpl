@@ -95,6 +95,9 @@
 {{- $gateway := .root.Values.gateway -}}
 {{- $known := concat (keys $gateway.env) (keys .root.Values.secrets.env) -}}
 {{- range $gateway.extraEnv -}}{{- $known = append $known .name -}}{{- end -}}
+{{- if ne (len $known) (len (uniq $known)) -}}
+{{- fail (printf "a variable stands twice in secrets.env, gateway.env and gateway.extraEnv: %s; expected names that differ" (sortAlpha $known | join ", ")) -}}
+{{- end -}}
 {{- if include "warmlane.secretAt" (dict "root" .root "where" "secrets.adminToken") -}}{{- $known = append $known (default dict .config.server.access).admin_token_env -}}{{- end -}}
 {{- if include "warmlane.secretAt" (dict "root" .root "where" "secrets.salt") -}}{{- $known = append $known .config.security.salt_secret_env -}}{{- end -}}
 {{- $asked := dict -}}

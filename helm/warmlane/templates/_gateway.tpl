@@ -2,10 +2,7 @@
      an upgrade alone restarts no engine. */}}
 {{- define "warmlane.podLabels" -}}
 {{ include "warmlane.selectorLabels" . }}
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
-{{- with .part.podLabels }}
+{{- with merge (dict) (default dict .part.podLabels) .root.Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}

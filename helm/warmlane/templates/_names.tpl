@@ -35,13 +35,13 @@ app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
-{{/* All labels of an object (root, component). */}}
+{{/* All labels of an object (root, component, labels: further ones). */}}
 {{- define "warmlane.labels" -}}
 {{ include "warmlane.selectorLabels" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
-{{- with .root.Values.commonLabels }}
+{{- with merge (dict) (default dict .labels) .root.Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
@@ -52,9 +52,6 @@ name: {{ .name | quote }}
 namespace: {{ .root.Release.Namespace | quote }}
 labels:
   {{- include "warmlane.labels" . | nindent 2 }}
-  {{- with .labels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
 {{- with .annotations }}
 annotations:
   {{- toYaml . | nindent 2 }}
