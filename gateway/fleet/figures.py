@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from gateway.routing.pool import Pool, Worker
 
 WORKER = ("pool", "worker")
+REPORTED = {
+    "kv_cache_gpu_usage_bytes": "Bytes of device memory that hold KV",
+    "kv_cache_cpu_usage_bytes": "Bytes of host memory that hold KV",
+    "kv_cache_offload_read_latency": "Mean seconds of a transfer from lower tiers",
+    "kv_cache_offload_write_latency": "Mean seconds of a transfer to lower tiers",
+    "kv_cache_eviction_count": "Cached blocks given up for room",
+    "gpu_stall_due_to_kv_restore": "Seconds that engines stood still for KV on its way",
+}
 CUMULATIVE = {"kv_cache_eviction_count", "gpu_stall_due_to_kv_restore"}
 # Adding means over workers would be no latency of anything; these have no fleet sample.
 MEANS = {"kv_cache_offload_read_latency", "kv_cache_offload_write_latency"}
@@ -32,7 +40,7 @@ def reported(fleet: Fleet) -> Iterator[Metric]:
     """Yield the contract's names that only workers can know, as they reported them."""
     watches = _watches(fleet)
     for name in WORKER_VALUES:
-        text = "As reported by the workers"
+        text = f"{REPORTED[name]}, as the workers report it"
         family = (
             UntypedMetricFamily(name, text, labels=SCOPE)
             if name in CUMULATIVE

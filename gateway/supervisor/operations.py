@@ -123,7 +123,7 @@ class Operations:
         scopes: dict[tuple[str, str], Recent] = {}
         await in_slices(merging_windows(windows, self._clock(), scopes))
         is_open = wants_open_metrics(request.headers.get("accept", ""))
-        own = chain(gauges(scopes), self._own_metrics())
+        own = chain(gauges(scopes), self.own_metrics())
         pieces = chain(rendering(merged, open_metrics=is_open), write(own, open_metrics=is_open))
         return web.Response(
             body="".join(await in_slices(pieces)).encode(),
@@ -180,7 +180,7 @@ class Operations:
         answers[0].body = orjson.dumps(document)
         return answers[0].response()
 
-    def _own_metrics(self) -> Iterator[Metric]:
+    def own_metrics(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(
             "warmlane_processes",
             "Processes that take requests",

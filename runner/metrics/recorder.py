@@ -52,6 +52,9 @@ class RunnerMetrics:
         served: What was served to peers; None if nothing is.
         clock: Monotonic seconds.
         wall_clock: Unix seconds; read once, for the start time that marks an epoch.
+
+    Attributes:
+        registry: All families.
     """
 
     def __init__(
@@ -66,12 +69,12 @@ class RunnerMetrics:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._labels = typed_labels(model)
         self._firsts: Window[First] = Window(clock)
         if transfers is None:
             transfers = TransferMeter(model, clock)
-        self._registry.register(transfers.times)
+        self.registry.register(transfers.times)
         finished = self._counter(
             "vllm:request_success", "Finished samples by reason.", "finished_reason"
         )
@@ -93,7 +96,7 @@ class RunnerMetrics:
             WindowFigures(identity, self._firsts, transfers.recent),
             PeerFigures(pulls, served),
         ):
-            self._registry.register(collector)
+            self.registry.register(collector)
 
     def first_token(
         self,
@@ -121,14 +124,14 @@ class RunnerMetrics:
 
     def render(self) -> bytes:
         """Return the exposition text (format 0.0.4)."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, [*self._labels, *labels], registry=self._registry)
+        return Counter(name, text, [*self._labels, *labels], registry=self.registry)
 
     def _histogram(
         self, name: str, text: str, buckets: tuple[float, ...], *labels: str
     ) -> Histogram:
         return Histogram(
-            name, text, [*self._labels, *labels], buckets=buckets, registry=self._registry
+            name, text, [*self._labels, *labels], buckets=buckets, registry=self.registry
         )
