@@ -30,11 +30,19 @@ HEAD = """\
 <!-- Written by `python -m tests.metrics_reference`; a test compares it with the code. -->
 # Metrics
 
-Every family that a gateway or a runner exports on `/metrics`. A value that nobody reports is absent, never 0. Labels are bounded: pools, routes and tenants come from the configuration, workers from discovery, reasons and outcomes from the code; what goes beyond a bound is counted as `other` and in `warmlane_label_overflows_total`. The series of a worker leave with it. Who asks for OpenMetrics (`Accept: application/openmetrics-text`, as Prometheus does) gets exemplars with `trace_id` on TTFT and durations.
+Every family that a gateway or a runner exports on `/metrics`. A value that nobody reports is \
+absent, never 0. Labels are bounded: pools, routes and tenants come from the configuration, \
+workers from discovery, reasons and outcomes from the code; what goes beyond a bound is counted \
+as `other` and in `warmlane_label_overflows_total`. The series of a worker leave with it. Who asks \
+for OpenMetrics (`Accept: application/openmetrics-text`, as Prometheus does) gets exemplars with \
+`trace_id` on TTFT and durations.
 
-The twelve bare names, with `scope="fleet"` or `scope="worker"`, are the same on gateways and runners. Quantiles and means cannot be combined: alerts, dashboards and autoscaling use the typed families.
+The twelve bare names, with `scope="fleet"` or `scope="worker"`, are the same on gateways and \
+runners. Quantiles and means cannot be combined: alerts, dashboards and autoscaling use the typed \
+families.
 
-Several processes of one gateway (`server.processes`) answer as one: counters and histograms add up, processes that died included.
+Several processes of one gateway (`server.processes`) answer as one: counters and histograms add \
+up, processes that died included.
 """
 
 

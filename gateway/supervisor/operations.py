@@ -181,6 +181,7 @@ class Operations:
         return answers[0].response()
 
     def own_metrics(self) -> Iterator[Metric]:
+        """Yield what only the supervisor knows."""
         yield GaugeMetricFamily(
             "warmlane_processes",
             "Processes that take requests",
