@@ -358,6 +358,16 @@ def test_what_a_tier_is_worth_is_shown_without_being_a_fault(
     assert advice["text"] in shown
 
 
+def test_whose_cache_is_worth_least_is_shown_and_is_no_fault() -> None:
+    advice = {"kind": "scale_down", "pool": "chat", "worker": "w1", "text": "w1 is missed least."}
+    report = worth_report(worth_row(verdict="yes")) | {"scale_down": [advice]}
+    diagnosis = diagnose([worker_row()], [pool_row()], NO_MISSES, report)
+
+    assert diagnosis.is_healthy
+    assert advice["text"] in table(diagnosis)
+    assert diagnosis.to_json()["worth"]["scale_down"] == [advice]
+
+
 async def test_a_gateway_without_a_worth_report_is_diagnosed_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
