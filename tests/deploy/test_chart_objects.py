@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import helm_python as helm
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
@@ -19,6 +20,7 @@ from tests.deploy.chart_parts import (
     CHART,
     CI_VALUES,
     Object,
+    chart,
     containers,
     environment,
     find,
@@ -29,6 +31,7 @@ from tests.deploy.chart_parts import (
     pod_of,
     pods,
     render,
+    rendered_files,
 )
 
 # The oldest release that the chart takes, and the newest that the validator knows.
@@ -287,3 +290,10 @@ def test_further_objects_are_as_they_are_and_texts_are_templates() -> None:
     objects = render(load_values(CHART / "ci" / "everything.yaml"))
     assert find(objects, "ConfigMap", "it-is")["data"] == {"text": "{{ .Release.Name }} stays"}
     assert find(objects, "ConfigMap", "templated")["data"] == {"namespace": "llm"}
+
+
+def test_a_packaged_chart_makes_the_same_objects(tmp_path: Path) -> None:
+    values = load_values(CHART / "ci" / "everything.yaml")
+    with helm.Chart.load(chart().save(tmp_path)) as packaged:
+        there = packaged.render(values, name="warmlane", namespace="llm")
+    assert {path.partition("/")[2]: text for path, text in there.items()} == rendered_files(values)

@@ -161,6 +161,10 @@ WRONG: list[tuple[str, str]] = [
         "discovery: {type: dns}\nengine: {runner: {servePeers: true}}",
         "runner.servePeers with discovery.type dns",
     ),
+    (
+        "workers: [{name: a, type: vllm, model: org/m, runner: {threads: 2}}]",
+        "runner has the bundled engine's options, and this is vllm",
+    ),
     ("engine: {kvEvents: {port: 8000}}", "have to differ, got 8000, 8000, 5558"),
     ("warmup: {enabled: true}", "warmup.enabled without warmup.manifest"),
     ("warmup: {enabled: true, manifest: {model: m}}", "without secrets.adminToken"),

@@ -13,6 +13,9 @@
 {{- end -}}
 {{- $names = append $names $own.name -}}
 {{- $set := mergeOverwrite (deepCopy $.Values.engine) (deepCopy $own) -}}
+{{- if and (eq $set.type "vllm") (hasKey $own "runner") -}}
+{{- fail (printf "%s: runner has the bundled engine's options, and this is vllm; expected extraArgs" $where) -}}
+{{- end -}}
 {{- $_ := set $set "where" $where -}}
 {{- $_ := set $set "full" (include "warmlane.name" (dict "root" $ "part" $own.name)) -}}
 {{- $_ := set $set "component" (printf "worker-%s" $own.name) -}}
