@@ -7,6 +7,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ class Selector(NamedTuple):
     matchers: str
 
 
+@cache
 def rules() -> list[dict[str, Any]]:
     """Every rule, in its order."""
     groups = yaml.safe_load(RULES.read_text())["groups"]
@@ -61,6 +63,12 @@ def alerts() -> list[dict[str, Any]]:
 def names() -> list[str]:
     """Names of the alerts, each once."""
     return list(dict.fromkeys(alert["alert"] for alert in alerts()))
+
+
+@cache
+def unit_tests() -> list[dict[str, Any]]:
+    """Every promtool test there is."""
+    return [case for path in TESTS for case in yaml.safe_load(path.read_text())["tests"]]
 
 
 def selectors(expr: str) -> Iterator[Selector]:
@@ -144,7 +152,7 @@ def exposed_fleet(folder: Path, model: Path) -> Iterator[Exposed]:
             gateway.wait_ready()
             wait_for(lambda: [w["mode"] for w in workers_of(gateway)] == ["exact"], "events")
             for question in ("Who?", "When?"):
-                body = chat(gateway.url, document("alerts"), question, stream=True)
+                body = chat(gateway.url, document("alerts", rules=8), question, stream=True)
                 assert b"[DONE]" in body.content
             yield Exposed(gateway.url, live.url, families_of(gateway.url), families_of(live.url))
         finally:

@@ -22,6 +22,7 @@ from tests.deploy.alert_parts import (
     recorded_names,
     rules,
     selectors,
+    unit_tests,
 )
 from tests.tools import tool
 
@@ -31,10 +32,8 @@ every_name = pytest.mark.parametrize("name", names())
 UNITS_S = {"s": 1, "m": 60, "h": 3600}
 
 
-def unit_tests(name: str) -> list[dict[str, Any]]:
-    """The promtool tests of one alert."""
-    cases = [case for path in TESTS for case in yaml.safe_load(path.read_text())["tests"]]
-    return [case for case in cases if case["name"].split()[0] == name]
+def cases_of(name: str) -> list[dict[str, Any]]:
+    return [case for case in unit_tests() if case["name"].split()[0] == name]
 
 
 def seconds(duration: str) -> float:
@@ -61,12 +60,11 @@ def test_alerts_fire_when_they_should_and_only_then(path: Any) -> None:
 @every_name
 def test_every_alert_is_tested_when_it_fires_and_when_it_is_near(name: str) -> None:
     fires = [
-        any(check.get("exp_alerts") for check in case["alert_rule_test"])
-        for case in unit_tests(name)
+        any(check.get("exp_alerts") for check in case["alert_rule_test"]) for case in cases_of(name)
     ]
     assert True in fires
     assert False in fires
-    for case in unit_tests(name):
+    for case in cases_of(name):
         assert {check["alertname"] for check in case["alert_rule_test"]} == {name}
         assert any("values" in series for series in case["input_series"])
 
@@ -75,7 +73,7 @@ def test_every_alert_is_tested_when_it_fires_and_when_it_is_near(name: str) -> N
 def test_every_severity_of_an_alert_fires_in_a_test(alert: dict[str, Any]) -> None:
     expected = [
         row["exp_labels"]["severity"]
-        for case in unit_tests(alert["alert"])
+        for case in cases_of(alert["alert"])
         for check in case["alert_rule_test"]
         for row in check.get("exp_alerts", ())
     ]
