@@ -59,6 +59,12 @@ def test_images_are_pinned_and_ours_are_this_release(services: dict[str, Any]) -
             )
 
 
+def test_chart_and_compose_have_the_same_valkey(services: dict[str, Any]) -> None:
+    image = read_yaml(REPOSITORY / "helm/warmlane/values.yaml")["valkey"]["image"]
+
+    assert services["valkey"]["image"] == f"{image['repository']}:{image['tag']}"
+
+
 def test_every_container_is_read_only_and_without_privileges(services: dict[str, Any]) -> None:
     for name, service in services.items():
         assert service["read_only"], name
