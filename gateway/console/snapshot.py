@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from gateway.console.workers import observed_row, pool_rows, worker_rows
+from gateway.telemetry.build import installed_version
 from gateway.telemetry.slices import in_slices
 from gateway.telemetry.window import WINDOW_S
 from gateway.warm.documents import hot_row
@@ -68,7 +68,7 @@ class Snapshots:
         self._alerts = alerts
         self._clock = clock
         self._clock_unix = clock_unix
-        self._version = version("warmlane")
+        self._version = installed_version()
         self._reports: dict[str, Any] = {}
         self._reported_s = float("-inf")
         self._reporting = asyncio.Lock()

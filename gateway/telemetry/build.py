@@ -14,14 +14,19 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 
+def installed_version() -> str:
+    """Return the version of the installed package; ``unknown`` where it runs from a folder."""
+    try:
+        return version("warmlane")
+    except PackageNotFoundError:
+        return "unknown"
+
+
 class BuildCollector(Collector):
     """Yields ``warmlane_build_info``."""
 
     def __init__(self) -> None:
-        try:
-            self._version = version("warmlane")
-        except PackageNotFoundError:  # run from a folder that is not installed
-            self._version = "unknown"
+        self._version = installed_version()
 
     def describe(self) -> Iterable[Metric]:
         """Nothing to check for duplicates: the name is used nowhere else."""
