@@ -82,15 +82,29 @@ class ObservedFleet:
             times_s = self.prometheus.scraped_s()
             return len(times_s) == num and min(times_s.values()) > now_s
 
-        wait_for(is_read, "every target is read", deadline_s=30.0)
+        wait_for(is_read, "every target is read", deadline_s=60.0)
         return self.prometheus.scraped_s()
+
+    def text_of(self, process: Process) -> str:
+        """What a process exports now."""
+        return self.prometheus.client.get(f"{process.url}/metrics").text
+
+    def request_lines(self) -> list[dict[str, Any]]:
+        """The log lines of all gateways' finished requests, in order of time."""
+        lines = [
+            json.loads(line)
+            for gateway in self.gateways
+            for line in gateway.log.read_text().splitlines(keepends=True)
+            if line.startswith('{"event":"request_finished"') and line.endswith("}\n")
+        ]
+        return sorted(lines, key=lambda line: str(line["timestamp"]))
 
     def counted(self, series: str, *processes: Process) -> float:
         """Add a series up over all its labels, as processes (or all gateways) say it now."""
         return sum(
             float(line.split()[1])
             for process in processes or self.gateways
-            for line in httpx.get(f"{process.url}/metrics", timeout=10).text.splitlines()
+            for line in self.text_of(process).splitlines()
             if line.startswith((series + "{", series + " "))
         )
 
@@ -102,7 +116,7 @@ class ObservedFleet:
             twins = [self.counted("warmlane_worker_evictions_total", it) for it in self.gateways]
             return all(twin == told for twin in twins)
 
-        wait_for(are_equal, "gateways know of all evictions", deadline_s=30.0)
+        wait_for(are_equal, "gateways know of all evictions", deadline_s=60.0)
 
 
 @contextmanager
@@ -235,7 +249,8 @@ def _start_prometheus(fleet: ObservedFleet, binary: Path) -> None:
     def is_ready() -> bool:
         assert child.poll() is None, (fleet.folder / "prometheus.log").read_text()[-2000:]
         try:
-            return httpx.get(f"{fleet.prometheus.url}/-/ready", timeout=2).status_code == 200
+            url = f"{fleet.prometheus.url}/-/ready"
+            return fleet.prometheus.client.get(url).status_code == 200
         except httpx.TransportError:
             return False
 

@@ -47,14 +47,15 @@ class Process:
     def wait_ready(self) -> None:
         assert self.child is not None
         end = time.monotonic() + START_DEADLINE_S
-        while time.monotonic() < end:
-            assert self.child.poll() is None, self.log.read_text()[-2000:]
-            try:
-                if httpx.get(self.url + self.ready_path, timeout=2).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.05)
+        with httpx.Client(timeout=2) as client:  # making one takes longer than asking
+            while time.monotonic() < end:
+                assert self.child.poll() is None, self.log.read_text()[-2000:]
+                try:
+                    if client.get(self.url + self.ready_path).status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass
+                time.sleep(0.05)
         raise AssertionError(f"not ready: {self.log.read_text()[-2000:]}")
 
     def kill(self) -> None:
