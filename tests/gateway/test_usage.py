@@ -6,8 +6,10 @@ import csv
 import io
 import json
 import os
+import re
 import signal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -17,6 +19,7 @@ from gateway.routing.cost import prefill_s
 from gateway.routing.dispatch import Dispatcher, Inbound, Outcome, Plan, Ticket
 from gateway.routing.dispatch import Usage as Reported
 from gateway.usage.cache_value import WINDOW_S
+from gateway.usage.document import COLUMNS, usage_csv, usage_document
 from gateway.usage.hints import merged_hints
 from gateway.usage.metrics import UsageCollector
 from gateway.usage.scale_down import MIN_WATCHED_S, merged_rows, scale_down
@@ -29,9 +32,6 @@ from tests.gateway.test_supervisor import serving as supervised
 from tests.gateway.worth_parts import Fixed
 from tests.support import poll_until
 from tests.valkey import Valkey, valkey
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = ["valkey"]
 
@@ -361,3 +361,18 @@ async def test_worth_tells_the_value_of_each_workers_cache() -> None:
     assert row["requests"] == pytest.approx(1.0, abs=0.01)
     assert row["saved_s"] > 0.0
     assert document["scale_down"] == []
+
+
+def test_the_page_names_every_field_and_metric() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "usage.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+
+    assert rows == ["tenant", *COLUMNS]
+    head = usage_csv(usage_document([], 0.0, 1.0)).decode().strip()
+    assert head in page
+    waiters = Waiters(1)
+    usage_of = Usage([waiters.pool], lambda _: False, clock=waiters.clock)
+    shown = {metric.name for metric in UsageCollector(usage_of, waiters.routes).collect()}
+    named = {name.removesuffix("_total") for name in re.findall(r"`(warmlane_\w+)", page)}
+    # The value of caches stands on the page of what they are worth.
+    assert named == shown - {"warmlane_worker_cache_value_seconds"}
