@@ -35,8 +35,8 @@ def schema_text() -> str:
         pool.pop(key, None)
     definitions["SetPool"] = pool
     engine["properties"]["pool"] = {"$ref": "#/$defs/SetPool"}
-    properties["engine"] = {"$ref": "#/$defs/Engine"}
-    definitions["Engine"] = engine
+    # Sets need not say what engine says already.
+    definitions["Engine"] = _without_required(engine)
     one_set = {
         "type": "object",
         "additionalProperties": False,
@@ -53,6 +53,7 @@ def schema_text() -> str:
         "title": "Values of the chart warmlane",
         "type": "object",
         "additionalProperties": False,
+        "required": list(properties),
         "properties": properties,
         "$defs": definitions,
     }
@@ -73,7 +74,23 @@ def _closed(
         if comment := comments.get(path):
             shape = {"description": comment, **shape}
         properties[key] = shape
-    return {"type": "object", "additionalProperties": False, "properties": properties}
+    # All have defaults, so that only a null takes one away.
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": list(properties),
+        "properties": properties,
+    }
+
+
+def _without_required(section: Schema) -> Schema:
+    """Return a section in which nothing has to be said, nor in those below."""
+    properties = {
+        key: _without_required(one) if "properties" in one else one
+        for key, one in section["properties"].items()
+    }
+    shape = {key: value for key, value in section.items() if key != "required"}
+    return {**shape, "properties": properties}
 
 
 def _shape(path: tuple[str, ...]) -> Schema | None:

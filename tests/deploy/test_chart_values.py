@@ -58,6 +58,10 @@ WRONG: list[tuple[str, str]] = [
     ("commonLabels: {app.kubernetes.io/name: other}", "'not' failed"),
     ("engine: {podLabels: {helm.sh/chart: other}}", "'not' failed"),
     ("gateway: {podLabels: {team: 'a b'}}", "does not match pattern"),
+    ("gateway: null", "missing property 'gateway'"),
+    ("engine: {kvEvents: null}", "missing property 'kvEvents'"),
+    ("gateway: {replicas: null}", "missing property 'replicas'"),
+    ("config: null", "missing property 'config'"),
     # Values that are possible each, but not together.
     (
         "gateway: {env: {KEY: a}}\nsecrets: {env: {KEY: {value: b}}}",
