@@ -161,7 +161,8 @@ class Histogram(_Family[Distribution]):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the family in parts; the buckets of one series stay together."""
-        yield from self._collect(max(1, PART_SAMPLES // len(self._bounds)))
+        # With its sum and its count.
+        yield from self._collect(max(1, PART_SAMPLES // (len(self._bounds) + 2)))
 
     def _part(self, children: Iterable[tuple[tuple[str, ...], Distribution]]) -> Metric:
         family = HistogramMetricFamily(self._name, self._text, labels=self._names)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import shutil
 import subprocess
 import threading
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from runner.metrics import WINDOW_S, RunnerMetrics, TransferMeter
 from runner.tiers.types import TierName
 from runner.types import EngineStats
 from tests.runner.metrics_parts import STATS
+from tests.tools import tool
 
 BARE = {"scope": "worker", "worker": "127.0.0.1:8101"}
 TYPED = {"model_name": "smollm2", "engine": "0"}
@@ -334,10 +334,9 @@ def test_the_text_can_be_parsed_and_every_family_has_help_and_one_type() -> None
     assert len(families) > 40
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_complains_of_nothing_but_the_colon_in_vllms_names() -> None:
     checked = subprocess.run(
-        ["promtool", "check", "metrics"],
+        [tool("promtool"), "check", "metrics"],
         input=busy().render(),
         capture_output=True,
         timeout=60,
