@@ -1,6 +1,6 @@
 """CPU per request of a gateway with everything on that observes it, against one with nothing on.
 
-On: metrics (scraped once a round), usage, the console's decisions, the request log, traces of 1 %
+On: metrics (scraped every 15 s), usage, the console's decisions, the request log, traces of 1 %
 to a collector. Off: the same gateway with its onlookers taken out; what routing itself learns from
 finished requests stays. Each part alone is measured beside them. The gateways run in turns on
 CPU 0, those not measured are stopped; engines, collector and clients are one process on CPU 1. What
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -28,6 +29,7 @@ import tempfile
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,12 @@ CLIENTS = 16
 STREAM_EVENTS = 20
 EVENT_EVERY_S = 0.005
 # Probes, lost ticks and connections that were closed meanwhile.
-RESUME_S = 0.3
+RESUME_S = 0.1
 WARM_REQUESTS = 400
+# Prometheus' usual interval, in seconds of load.
+SCRAPE_EVERY_S = 15.0
+# A turn is short, so that all gateways meet the same moments of the machine.
+TURNS, TURN_REQUESTS = 10, 20
 # The gateway as its command line runs it, without the onlookers that are not named.
 BOOT = """
 import asyncio, sys
@@ -144,6 +150,7 @@ class Gateway:
     port: int
     process: asyncio.subprocess.Process
     rounds: dict[str, list[float]] = field(default_factory=dict)
+    unscraped_s: float = 0.0
     times_s: list[float] = field(default_factory=list)
 
     def cpu_s(self) -> float:
@@ -287,16 +294,23 @@ async def cpu(options: argparse.Namespace, found: list[Gateway]) -> None:
     for _ in range(options.rounds):
         for scenario, stream in scenarios.items():
             sent = bodies(stream=stream)
-            for gateway in random.sample(found, len(found)):
-                os.kill(gateway.process.pid, signal.SIGCONT)
-                await asyncio.sleep(RESUME_S)
-                begun_s = gateway.cpu_s()
-                done = await load(gateway, sent, options.seconds, CLIENTS)
-                if gateway.name in ("metrics", "all"):
-                    await get(gateway.port, "/metrics")
-                per_request_us = (gateway.cpu_s() - begun_s) / done * 1e6
-                os.kill(gateway.process.pid, signal.SIGSTOP)
-                gateway.rounds.setdefault(scenario, []).append(per_request_us)
+            spent = {gateway.name: [0.0, 0] for gateway in found}
+            for _turn in range(TURNS):
+                for gateway in random.sample(found, len(found)):
+                    os.kill(gateway.process.pid, signal.SIGCONT)
+                    await asyncio.sleep(RESUME_S)
+                    begun_s = gateway.cpu_s()
+                    done = await load(gateway, sent, options.seconds / TURNS, CLIENTS)
+                    gateway.unscraped_s += options.seconds / TURNS
+                    if "metrics" in PARTS[gateway.name] and gateway.unscraped_s >= SCRAPE_EVERY_S:
+                        gateway.unscraped_s = 0.0
+                        await get(gateway.port, "/metrics")
+                    spent[gateway.name][0] += gateway.cpu_s() - begun_s
+                    spent[gateway.name][1] += done
+                    os.kill(gateway.process.pid, signal.SIGSTOP)
+            for gateway in found:
+                used_s, done = spent[gateway.name]
+                gateway.rounds.setdefault(scenario, []).append(used_s / done * 1e6)
     report(found, list(scenarios))
 
 
@@ -306,10 +320,10 @@ async def collectors(options: argparse.Namespace, found: list[Gateway]) -> None:
     for gateway in found:
         await load(gateway, sent, 1.0, 1)
         gateway.times_s.clear()
-    for _ in range(options.rounds):
+    for _ in range(options.rounds * TURNS):
         for gateway in random.sample(found, len(found)):
-            for _ in range(200 // 20):
-                await load(gateway, sent, 0.1, 1)
+            more = partial(next, itertools.repeat(True, TURN_REQUESTS), False)
+            await client(gateway.port, sent, more, gateway.times_s)
     for gateway in found:
         times = sorted(gateway.times_s)
         p50, p99 = (times[int(len(times) * share)] * 1e3 for share in (0.5, 0.99))
@@ -326,7 +340,7 @@ async def run(options: argparse.Namespace) -> None:
         for _ in range(NUM_ENGINES):
             server = await loop.create_server(Engine, "127.0.0.1", 0)
             ports.append(server.sockets[0].getsockname()[1])
-        silent = await asyncio.start_server(lambda *_: asyncio.sleep(3600), "127.0.0.1", 0)
+        silent = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0)
         endpoints = {
             "away": f"http://127.0.0.1:{free_port()}",
             "silent": f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}",
