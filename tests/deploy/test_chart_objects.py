@@ -195,9 +195,14 @@ def test_ports_of_services_are_ports_of_their_pods(objects: list[Object]) -> Non
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
 
 
-@pytest.mark.parametrize("path", CI_VALUES, ids=lambda path: path.stem)
-def test_names_of_long_releases_fit_and_differ(path: Path) -> None:
-    objects = render(load_values(path), name=LONG_NAME)
+def _sets_of_long_names() -> dict[str, Any]:
+    names = ["a" * 30, "a" * 29 + "b", "a" * 29 + "c"]
+    return {"workers": [{"name": name, "model": "smollm2", "replicas": 2} for name in names]}
+
+
+@pytest.mark.parametrize("values", [*map(load_values, CI_VALUES), _sets_of_long_names()])
+def test_names_of_long_releases_fit_and_differ(values: dict[str, Any]) -> None:
+    objects = render(values, name=LONG_NAME)
     seen = [
         (one["kind"], one["metadata"].get("namespace"), one["metadata"]["name"]) for one in objects
     ]
