@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gateway.doctor.redact import Redactor
-from tests.fakes.engine import RawEngine
+from tests.fakes.engine import RawEngine, openai_engine
 from tests.gateway.routing_parts import H100
 from tests.gateway.tenancy_parts import CHAT, KEYS, asking, bearer, serving
+from tests.gateway.test_supervisor import serving as supervised
 from tests.gateway.test_usage import respond
 from tests.gateway.worth_parts import Fixed
 from tests.support import free_port
+from tests.valkey import Valkey, valkey
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+__all__ = ["valkey"]
 
 CANARIES = {name: f"CANARY-{name}-{'x' * 24}" for name in ("K1", "SALT", "ADMIN")}
 PROMPT, DOCUMENT, SESSION, PASSWORD = (
@@ -119,6 +123,25 @@ async def test_a_bundle_has_everything_but_keys_prompts_and_names(
     # One name has one replacement.
     (row,) = [r for r in json.loads(found["documents.json"])["documents"] if r["id"]]
     assert row["id"].startswith("name-")
+
+
+async def test_several_processes_are_bundled_and_gone_through_as_one(
+    tmp_path: Path, valkey: Valkey
+) -> None:
+    target = tmp_path / "b.tar.gz"
+    async with openai_engine() as engine, supervised(tmp_path, valkey, engine.url) as gw:
+        for _ in range(12):
+            assert (await gw.ask()).status_code == 200
+        bundled = await doctor("--bundle", str(target), "--gateway", gw.url)
+        listed = await doctor("--checklist", "--json", "--gateway", gw.url)
+
+    assert bundled.returncode == 0, bundled.stderr
+    found = members(target)
+    assert json.loads(found["usage.json"])["totals"]["requests"] == 12
+    assert b"warmlane_processes 2" in found["metrics.txt"]
+    lines = {line["name"]: line for line in json.loads(listed.stdout)["lines"]}
+    assert lines["metrics"]["status"] == "pass", lines["metrics"]
+    assert lines["cache_aware_routing"]["is_known"]
 
 
 async def test_without_a_gateway_it_has_what_is_here_and_says_what_is_not(tmp_path: Path) -> None:
