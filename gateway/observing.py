@@ -21,6 +21,7 @@ from gateway.replicas.metrics import LoadCollector
 from gateway.routing import segments
 from gateway.routing.decision_line import DecisionLogger
 from gateway.routing.metrics import DispatchCollector
+from gateway.routing.outcome import Outcome
 from gateway.telemetry.log_metrics import DecisionLogCollector
 from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.requests import Telemetry
@@ -89,7 +90,7 @@ class Observing:
 
     def __init__(self, settings: Settings, parts: Parts) -> None:
         self._parts = parts
-        self.telemetry = Telemetry()
+        self.telemetry = Telemetry(outcomes=[outcome.value for outcome in Outcome])
         self.usage = Usage(parts.fleet.pools, parts.tenancy.is_configured)
         logs_requests = settings.telemetry.log_level in ("debug", "info")
         self.request_log = RequestLog(sys.stderr.buffer) if logs_requests else None

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from tests.metrics_reference import REFERENCE, Row, gateway_metrics, reference, rows, runner_metrics
+from deploy.reference.metrics import Row, gateway_metrics, page, rows, runner_metrics
+from deploy.reference.pages import FOLDER
 
 TWELVE = {
     *("prefix_cache_hit_rate", "ttft_avg", "ttft_p95", "ttft_p99"),
@@ -29,7 +30,7 @@ def everything() -> list[Row]:
 
 
 def test_the_page_is_current() -> None:
-    assert REFERENCE.read_text() == reference(), "run python -m tests.metrics_reference"
+    assert (FOLDER / "metrics.md").read_text() == page(), "run python -m deploy.reference"
 
 
 @pytest.mark.parametrize("exporter", [gateway_metrics, runner_metrics])

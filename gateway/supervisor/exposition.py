@@ -27,6 +27,7 @@ SUMMED_GAUGES = frozenset(
 # One process that sees a fault, or has less room, is enough to show it.
 LOWEST_GAUGES = frozenset(
     {"warmlane_worker_ready", "warmlane_worker_exact", "warmlane_worker_parity"}
+    | {"warmlane_discovery_up", "warmlane_redis_up", "warmlane_config_last_reload_success"}
     | {"warmlane_batch_headroom_requests", "process_start_time_seconds", "process_max_fds"}
 )
 # Counted by each process. The other bare cumulative names are the workers' own counts, which every

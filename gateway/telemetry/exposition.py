@@ -74,7 +74,9 @@ def _head(metric: Metric, *, open_metrics: bool) -> list[str]:
 def _line(sample: Sample, *, open_metrics: bool) -> str:
     labels = ""
     if sample.labels:
-        pairs = ",".join(f'{name}="{_escaped(value)}"' for name, value in sample.labels.items())
+        # In one order whoever wrote them, so that lines can be compared.
+        named = sorted(sample.labels.items())
+        pairs = ",".join([f'{name}="{_escaped(value)}"' for name, value in named])
         labels = f"{{{pairs}}}"
     behind = ""
     if open_metrics and sample.exemplar is not None:

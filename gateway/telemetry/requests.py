@@ -22,7 +22,7 @@ from gateway.telemetry.observed import FLEET, Observed
 from gateway.telemetry.slices import in_slices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from prometheus_client.registry import Collector
 
@@ -53,6 +53,11 @@ LENGTH_ALPHA = 0.01
 class Telemetry:
     """Owns the registry; called from the event loop only.
 
+    Args:
+        clock: Monotonic seconds.
+        outcomes: Of attempts at workers; each is counted from 0 as soon as a worker is known, since
+            the first failure of a series that begins with it would be no increase.
+
     Attributes:
         registry: All families of the process.
         fleet: What all workers did together.
@@ -62,12 +67,15 @@ class Telemetry:
         lag: Measures how late the event loop is; whoever owns the loop runs it.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, outcomes: Collection[str] = ()
+    ) -> None:
         self.registry = CollectorRegistry()
         self.fleet = Observed()
         self.workers: dict[str, Observed] = {}
         self.request_tokens: dict[str, float] = {}
         self._clock = clock
+        self._outcomes = outcomes
         self._bound: dict[tuple[str, ...], _RequestSeries] = {}
         # Only what the process itself says; nothing is read before somebody scrapes.
         ProcessCollector(registry=self.registry)
@@ -209,6 +217,9 @@ class Telemetry:
         series = self._bound.get(key)
         if series is None:
             labels = (record.pool, record.worker)
+            if record.worker:
+                for outcome in self._outcomes:
+                    self._requests.labels(*labels, outcome)
             series = self._bound[key] = _RequestSeries(
                 finished=self._requests.labels(*labels, record.outcome),
                 decided=self._decisions.labels(record.pool, record.reason or "none"),

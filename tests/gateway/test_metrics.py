@@ -58,9 +58,16 @@ def record(**more: Any) -> RequestRecord:
 
 
 def values_of(text: str, name: str) -> dict[tuple[str, ...], float]:
-    """Values of one sample name by its labels' values, in the order of the text."""
+    """Values of one sample name by its labels' values, pool and worker first."""
+    first = ("pool", "worker", "prompt_length")
     return {
-        tuple(sample.labels.values()): sample.value
+        tuple(
+            value
+            for _, value in sorted(
+                sample.labels.items(),
+                key=lambda pair: first.index(pair[0]) if pair[0] in first else len(first),
+            )
+        ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if sample.name == name

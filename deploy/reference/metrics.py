@@ -1,14 +1,13 @@
-"""Write the reference of all metrics from the code: python -m tests.metrics_reference.
+"""The page of all metrics: ``docs/reference/metrics.md``.
 
 Everything that can be configured is, so that every family is there; nothing is started.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gateway.reload.metrics import ReloadCollector
 from gateway.reload.reloader import ConfigFile, Reloader
@@ -16,18 +15,20 @@ from gateway.serve import Gateway
 from gateway.settings import load
 from gateway.supervisor.operations import Operations
 from runner.metrics import RunnerMetrics, TransferMeter
-from tests.runner.metrics_parts import STATS
-from tests.runner.test_metrics_tiers import Pulled, Served
+from runner.tiers.types import TierStats
+from runner.types import EngineStats
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from prometheus_client.core import Metric
 
-REFERENCE = Path(__file__).parents[1] / "docs" / "metrics.md"
+    from gateway.settings import Location
+    from runner.tiers.types import Direction
+
 SUFFIXES = {"counter": "_total"}
 HEAD = """\
-<!-- Written by `python -m tests.metrics_reference`; a test compares it with the code. -->
+<!-- Written by `python -m deploy.reference`; a test compares it with the code. -->
 # Metrics
 
 Every family that a gateway or a runner exports on `/metrics`. A value that nobody reports is \
@@ -44,6 +45,26 @@ families.
 Several processes of one gateway (`server.processes`) answer as one: counters and histograms add \
 up, processes that died included.
 """
+
+
+@dataclass(frozen=True)
+class _Pulled:
+    """What was pulled from a peer: something of everything, so that every family has a sample."""
+
+    bytes: int = 1
+    tokens: int = 1
+    seconds: float = 1.0
+    failed: int = 1
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What was served to peers, likewise."""
+
+    served_blocks: int = 1
+    served_bytes: int = 1
+    refused: int = 1
+    cut_short: int = 1
 
 
 class Row(NamedTuple):
@@ -74,7 +95,7 @@ def rows(metrics: Iterable[Metric]) -> Iterator[Row]:
 def gateway_metrics() -> Iterator[Metric]:
     """Yield what a gateway exports that has every part there is."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = {
+        flags: dict[Location, Any] = {
             ("server",): {"access": {"trusted_peers": ["127.0.0.1"]}},
             ("index",): {"backend": "redis", "url": "redis://127.0.0.1:1"},
             ("pools",): [
@@ -101,10 +122,10 @@ def runner_metrics() -> Iterator[Metric]:
     metrics = RunnerMetrics(
         model="smollm2",
         worker="127.0.0.1:8101",
-        stats=lambda: STATS,
+        stats=_stats,
         transfers=transfers,
-        pulls=lambda: {"http://a:1": Pulled()},
-        served=Served,
+        pulls=lambda: {"http://a:1": _Pulled()},
+        served=_Served,
     )
     transfers.transferred("cpu", "read", 0.1, 1)
     transfers.transferred("cpu", "write", 0.1, 1)
@@ -112,7 +133,7 @@ def runner_metrics() -> Iterator[Metric]:
     yield from metrics.registry.collect()
 
 
-def reference() -> str:
+def page() -> str:
     """Return the page."""
     return "".join(
         (
@@ -123,14 +144,44 @@ def reference() -> str:
     )
 
 
+def _stats() -> EngineStats:
+    by_direction: dict[Direction, int] = {"read": 1, "write": 1}
+    tiers = [
+        TierStats(
+            name,
+            capacity_bytes=1,
+            used_bytes=1,
+            queue_bytes=by_direction,
+            oldest_s={"read": 1.0, "write": 1.0},
+            moved_bytes_total=by_direction,
+            moved_blocks_total=by_direction,
+        )
+        for name in ("cpu", "disk", "remote", "peer")
+    ]
+    return EngineStats(
+        num_running=1,
+        num_waiting=1,
+        pool_blocks=2,
+        free_blocks=1,
+        cached_blocks=1,
+        active_blocks=1,
+        block_size=16,
+        block_bytes=1,
+        hit_tokens_total=1,
+        query_tokens_total=2,
+        evictions_total=1,
+        preemptions_total=1,
+        prompt_tokens_total=2,
+        generation_tokens_total=1,
+        hit_tokens={"gpu": 1},
+        miss_tokens={"cold": 1},
+        tiers=tuple(tiers),
+    )
+
+
 def _table(title: str, found: Iterable[Row]) -> Iterator[str]:
     yield f"\n## {title}\n\n| name | type | labels | meaning |\n|---|---|---|---|\n"
     for row in found:
         labels = ", ".join(f"`{label}`" for label in row.labels) or "none"
         text = row.text.replace("|", r"\|").rstrip(".")
         yield f"| `{row.name}` | {row.kind} | {labels} | {text} |\n"
-
-
-if __name__ == "__main__":
-    REFERENCE.write_text(reference())
-    print(f"wrote {REFERENCE}", file=sys.stderr)
