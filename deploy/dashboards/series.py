@@ -25,7 +25,8 @@ _BY_FILTERS: Final[dict[tuple[str, ...], str]] = {
         warmlane_worker_ejected warmlane_worker_bias
         warmlane_in_flight_requests warmlane_queued_tokens
         warmlane_worker_running_requests warmlane_worker_waiting_requests
-        warmlane_worker_kv_usage_ratio warmlane_batch_headroom_requests
+        warmlane_worker_kv_usage_ratio warmlane_worker_kv_filled_ratio
+        warmlane_batch_headroom_requests
         warmlane_worker_kv_bytes warmlane_worker_evictions_total
         warmlane_worker_restore_stall_seconds_total warmlane_worker_offload_seconds
         warmlane_worker_cache_value_seconds

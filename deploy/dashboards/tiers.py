@@ -39,6 +39,16 @@ TIERS: Final = Row(
             ),
         ),
         Panel(
+            title="KV pool filled, by worker",
+            shows="Share of each worker's device pool that holds something, cached prefixes "
+            "included, by what its events say. A cache in use is full; that alone is no fault.",
+            metric="warmlane_worker_kv_filled_ratio",
+            unit="percentunit",
+            maximum=1.0,
+            empty=_NO_REPORT,
+            queries=(Query(fact("warmlane_worker_kv_filled_ratio"), _WORKER),),
+        ),
+        Panel(
             title="KV held by worker and tier",
             shows="Bytes of KV as workers report them, whatever their engine.",
             metric="warmlane_worker_kv_bytes",

@@ -57,6 +57,22 @@ class Observed:
     def total(self, name: str, title: str, legend: str) -> float:
         return sum(value for _, value in self.table(target(name, title, legend)))
 
+    def begun(self, series: str, *labels: str) -> set[tuple[str, ...]]:
+        """Label values that every gateway had counted before the run.
+
+        What one of them counts for the first time within the window is in no rate of it.
+        """
+        expr = (
+            f"count by ({', '.join(labels)}) (count by (instance, {', '.join(labels)}) ({series}))"
+        )
+        rows = self.prometheus.query(expr, self.began_s)
+        every = str(len(self.fleet.gateways))
+        return {
+            tuple(row["metric"][label] for label in labels)
+            for row in rows
+            if row["value"][1] == every
+        }
+
     def by(self, name: str, title: str, legend: str, label: str) -> dict[str, float]:
         return {m[label]: value for m, value in self.table(target(name, title, legend))}
 
