@@ -125,6 +125,23 @@ def test_the_gateway_can_use_its_configuration(objects: list[Object], tmp_path: 
     assert container["args"][2] == f"{mount['mountPath']}/config.yaml"
 
 
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [
+        ("replicas-valkey", "redis://:SECRET@warmlane-valkey:6379/0"),
+        ("hpa", "redis://warmlane-valkey:6379/0"),
+        ("external-redis", "SECRET"),
+    ],
+)
+def test_passwords_of_redis_reach_the_gateway_in_a_variable(name: str, url: str) -> None:
+    objects = render(load_values(CHART / "ci" / f"{name}.yaml"))
+    (container,) = containers(gateway_of(objects))
+    index = gateway_config(objects)["index"]
+    assert index["backend"] == "redis"
+    assert environment(container).get("WARMLANE_INDEX__URL", index.get("url")) == url
+    assert "SECRET" not in index.get("url", "")
+
+
 def test_the_command_that_checks_configurations_says_the_same(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(find(render(), "ConfigMap", "config")["data"]["config.yaml"])
