@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from gateway.telemetry.parts import gauge, untyped
-from gateway.telemetry.window import Summary, Window
+from gateway.telemetry.window import Summary, Sums, Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -35,20 +35,26 @@ class Observed:
     miss_tokens: int = 0
     saw_cached_tokens: bool = False
     ttft_s: Window = field(default_factory=Window)
-    hits: Window = field(default_factory=Window)
-    misses: Window = field(default_factory=Window)
+    hits: Sums = field(default_factory=Sums)
+    misses: Sums = field(default_factory=Sums)
 
-    def add(self, record: RequestRecord, now_s: float) -> None:
-        """Take over one finished request."""
+    def add(self, record: RequestRecord, number: int, bucket: int) -> None:
+        """Take over one finished request.
+
+        Args:
+            record: Its account.
+            number: Of the slot of now.
+            bucket: Of its TTFT; anything where there is none.
+        """
         if record.ttft_s is not None:
-            self.ttft_s.add(record.ttft_s, now_s)
+            self.ttft_s.put(record.ttft_s, bucket, number)
         if record.observed_hit_tokens is not None and record.prompt_tokens:
             self.saw_cached_tokens = True
             missed = max(0, record.prompt_tokens - record.observed_hit_tokens)
             self.hit_tokens += record.observed_hit_tokens
             self.miss_tokens += missed
-            self.hits.add(record.observed_hit_tokens, now_s)
-            self.misses.add(missed, now_s)
+            self.hits.put(record.observed_hit_tokens, number)
+            self.misses.put(missed, number)
 
     def recent(self, now_s: float) -> Recent:
         """Return what the last minutes saw."""

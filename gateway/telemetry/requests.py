@@ -20,6 +20,7 @@ from gateway.telemetry.factory import Factory
 from gateway.telemetry.lag import LoopLag
 from gateway.telemetry.observed import FLEET, Observed
 from gateway.telemetry.slices import in_slices
+from gateway.telemetry.window import bucket_of, slot_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -155,10 +156,11 @@ class Telemetry:
             worker = self.workers.setdefault(self._worker.of(record.worker), Observed())
         # Answers that are not streamed, of workers that report no cached tokens, show neither.
         if record.ttft_s is not None or record.observed_hit_tokens is not None:
-            now_s = self._clock()
-            self.fleet.add(record, now_s)
+            number = slot_of(self._clock())
+            bucket = 0 if record.ttft_s is None else bucket_of(record.ttft_s)
+            self.fleet.add(record, number, bucket)
             if worker is not None:
-                worker.add(record, now_s)
+                worker.add(record, number, bucket)
         if record.prompt_tokens and record.worker:
             self._count_length(record)
         self._requests_of(record).add(record)

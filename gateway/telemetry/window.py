@@ -1,19 +1,20 @@
 """Sliding-window statistics: mean and quantiles of the last minutes in bounded memory.
 
-A ring of time slots, each with a log-bucket histogram, and their sum: adding is O(1), reading takes
-the slots that are over off the sum.
+Time slots, each with a log-bucket histogram, and the sum of those before the current one: adding
+and reading are O(1), whatever the number of slots.
 Source: the log-bucket idea of DDSketch (Masson et al., 2019); relative error is half a bucket.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections import deque
 
 import msgspec
 
 WINDOW_S = 300.0
 SLOT_S = 10.0
+NUM_SLOTS = int(WINDOW_S / SLOT_S)
 # 5 % wide buckets: a quantile is right to 2.5 %, finer than any two runs of an engine agree.
 LOG_GROWTH = math.log(1.05)
 # Values below a microsecond are one bucket: nothing measured here is shorter.
@@ -57,33 +58,42 @@ class Summary(msgspec.Struct, array_like=True):
         self.total += other.total
 
 
-@dataclass(slots=True)
-class _Slot:
-    """What was added within one ``SLOT_S``; ``number`` counts them from the clock's zero."""
+def slot_of(now_s: float) -> int:
+    """Return the number of the slot of a time, counted from the clock's zero."""
+    return int(now_s / SLOT_S)
 
-    number: int = -1
-    values: Summary = field(default_factory=Summary)
+
+def bucket_of(value: float) -> int:
+    """Return the bucket of a value."""
+    return math.floor(math.log(max(value, SMALLEST)) / LOG_GROWTH)
 
 
 class Window:
-    """Values of the last ``WINDOW_S`` seconds. Not thread safe: one event loop owns it."""
+    """Values of the last ``WINDOW_S`` seconds. Not thread safe: one event loop owns it.
+
+    Adding looks at the current slot alone; those before it are summed up when it ends.
+    """
+
+    __slots__ = ("_number", "_past", "_past_slots", "_slot")
 
     def __init__(self) -> None:
-        self._slots = [_Slot() for _ in range(int(WINDOW_S / SLOT_S))]
-        # All slots together; reading them one by one takes two milliseconds.
-        self._whole = Summary()
+        self._number = -1
+        self._slot = Summary()
+        self._past_slots: deque[tuple[int, Summary]] = deque()
+        self._past = Summary()
 
     def add(self, value: float, now_s: float) -> None:
         """Add one value observed at ``now_s`` (monotonic seconds)."""
-        number = int(now_s / SLOT_S)
-        slot = self._slots[number % len(self._slots)]
-        if slot.number != number:
-            self._empty(slot)
-            slot.number = number
-        bucket = math.floor(math.log(max(value, SMALLEST)) / LOG_GROWTH)
-        for summary in (slot.values, self._whole):
-            summary.fill(bucket, 1)
-            summary.total += value
+        self.put(value, bucket_of(value), slot_of(now_s))
+
+    def put(self, value: float, bucket: int, number: int) -> None:
+        """Do the same, for who adds a value to several windows."""
+        if number > self._number:
+            self._begin(number)
+        slot = self._slot
+        slot.count += 1
+        slot.total += value
+        slot.buckets[bucket] = slot.buckets.get(bucket, 0) + 1
 
     def mean(self, now_s: float) -> float | None:
         """Return the mean of the window, or None if it is empty."""
@@ -98,20 +108,48 @@ class Window:
         return self.summary(now_s).quantile(q)
 
     def summary(self, now_s: float) -> Summary:
-        """Return what is in the window; not a copy: it changes with the next value."""
-        oldest = int(now_s / SLOT_S) - len(self._slots)
-        is_stale = False
-        for slot in self._slots:
-            if slot.number <= oldest and slot.values.count:
-                self._empty(slot)
-                is_stale = True
-        if is_stale:
-            # Taking sums off a sum would leave dust.
-            self._whole.total = sum(slot.values.total for slot in self._slots)
-        return self._whole
+        """Return what is in the window now; a copy."""
+        number = slot_of(now_s)
+        if number > self._number:
+            self._begin(number)
+        whole = Summary(self._past.count, self._past.total, dict(self._past.buckets))
+        whole.add(self._slot)
+        return whole
 
-    def _empty(self, slot: _Slot) -> None:
-        for bucket, count in slot.values.buckets.items():
-            self._whole.fill(bucket, -count)
-        self._whole.total -= slot.values.total
-        slot.values = Summary()
+    def _begin(self, number: int) -> None:
+        """Go on to another slot, and drop those that are over."""
+        if self._slot.count:
+            self._past_slots.append((self._number, self._slot))
+            self._past.add(self._slot)
+            self._slot = Summary()
+        self._number = number
+        oldest = number - NUM_SLOTS
+        while self._past_slots and self._past_slots[0][0] <= oldest:
+            _, over = self._past_slots.popleft()
+            for bucket, count in over.buckets.items():
+                self._past.fill(bucket, -count)
+            # Taking sums off a sum would leave dust.
+            self._past.total = sum(slot.total for _, slot in self._past_slots)
+
+
+class Sums:
+    """The sum of the last ``WINDOW_S`` seconds' values; one event loop owns it."""
+
+    __slots__ = ("_numbers", "_totals")
+
+    def __init__(self) -> None:
+        self._numbers = [-1] * NUM_SLOTS
+        self._totals = [0.0] * NUM_SLOTS
+
+    def put(self, value: float, number: int) -> None:
+        """Add a value of the slot of that number."""
+        at = number % NUM_SLOTS
+        if self._numbers[at] != number:
+            self._numbers[at], self._totals[at] = number, 0.0
+        self._totals[at] += value
+
+    def total(self, now_s: float) -> float:
+        """Return the sum at ``now_s`` (monotonic seconds)."""
+        oldest = slot_of(now_s) - NUM_SLOTS
+        pairs = zip(self._numbers, self._totals, strict=True)
+        return sum(total for number, total in pairs if number > oldest)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.telemetry.window import SLOT_S, WINDOW_S, Window
+from gateway.telemetry.window import SLOT_S, WINDOW_S, Sums, Window, slot_of
 
 seconds = st.floats(min_value=1e-4, max_value=1e4)
 
@@ -36,3 +36,31 @@ def test_values_older_than_the_window_are_gone() -> None:
 def test_an_empty_window_has_no_mean_and_no_quantile() -> None:
     assert Window().mean(5.0) is None
     assert Window().quantile(0.99, 5.0) is None
+
+
+moments = st.lists(st.tuples(seconds, st.floats(0.0, 120.0)), min_size=1, max_size=60)
+
+
+@given(moments, st.floats(0.0, 400.0))
+def test_at_any_time_it_holds_what_came_within_the_window(
+    steps: list[tuple[float, float]], later_s: float
+) -> None:
+    window, sums = Window(), Sums()
+    now_s, seen = 0.0, []
+    for value, pause_s in steps:
+        now_s += pause_s
+        seen.append((slot_of(now_s), value))
+        window.add(value, now_s)
+        sums.put(value, slot_of(now_s))
+        check(window, sums, seen, now_s)
+    check(window, sums, seen, now_s + later_s)
+
+
+def check(window: Window, sums: Sums, seen: list[tuple[int, float]], now_s: float) -> None:
+    live = [value for number, value in seen if number > slot_of(now_s) - WINDOW_S / SLOT_S]
+    summary = window.summary(now_s)
+    assert summary.count == len(live) == sum(summary.buckets.values())
+    assert summary.total == pytest.approx(sum(live))
+    assert sums.total(now_s) == pytest.approx(sum(live))
+    if live:
+        assert window.quantile(1.0, now_s) == pytest.approx(max(live), rel=0.05)
