@@ -29,7 +29,7 @@ USAGE = """usage: warmlane COMMAND [OPTIONS]
   runner     run a bundled engine (needs the extra `runner`)
   demo       two bundled engines and the gateway, with a short real workload
   explain    say where a request would go, and why
-  doctor     say what costs prefix hits, and what to do about it
+  doctor     say what costs prefix hits; --checklist to go live, --bundle for support
   workers    list the workers of a running gateway
   warmup     make documents warm before their users come, and prove it
   replay     play a trace or a decision log on a simulated fleet, and compare policies
