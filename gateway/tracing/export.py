@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 import uuid
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -22,6 +21,7 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+from gateway.telemetry.build import installed_version
 from gateway.tracing.spans import SpanMaker
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Export:
             schedule_delay_millis=_EVERY_S * 1e3,
             max_export_batch_size=_BATCH_SPANS,
         )
-        scope = InstrumentationScope("warmlane.gateway", version("warmlane"))
+        scope = InstrumentationScope("warmlane.gateway", installed_version())
         self._maker = SpanMaker(process_resource(), scope, scheme=scheme, logs_prompts=logs_prompts)
         self._taken = 0
         self.dropped = 0
@@ -201,7 +201,7 @@ def process_resource() -> Resource:
     ours = Resource.create(
         {
             "service.name": "warmlane",
-            "service.version": version("warmlane"),
+            "service.version": installed_version(),
             "service.instance.id": str(uuid.uuid4()),
         }
     )
