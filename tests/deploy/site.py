@@ -7,7 +7,6 @@ root, namespaces, overlayfs and iproute2; tests skip where the machine lacks the
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import os
@@ -28,6 +27,7 @@ import httpx
 import pytest
 
 from tests.deploy.images import REPOSITORY, Image
+from tests.deploy.namespaces import descendants, enter, own_ids
 from tests.tools import tool
 
 T = TypeVar("T")
@@ -36,7 +36,6 @@ T = TypeVar("T")
 READY_DEADLINE_S = 180.0
 
 _INIT = Path(__file__).with_name("container_init.py")
-_CLONE_NEWNET = 0x40000000
 _interfaces = itertools.count(1)
 
 
@@ -92,11 +91,18 @@ class Container:
         return self.process.wait(deadline_s)
 
     def program(self) -> int:
-        """Return the process id of its program: the namespaces' makers are its parents."""
-        pid = self.process.pid
-        for _ in range(3):
-            (pid,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        return pid
+        """Return the process id of its program, as soon as there is one.
+
+        It is the only one two process namespaces below this one's: what makes them is above.
+        """
+        end = time.monotonic() + READY_DEADLINE_S
+        while True:
+            for pid in descendants(self.process.pid):
+                if len(own_ids(pid)) == len(own_ids(os.getpid())) + 2:
+                    return pid
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < end, "it never began"
+            time.sleep(0.02)
 
     def terminate(self) -> int:
         """Tell its program to end, and return its exit status once it did."""
@@ -140,7 +146,7 @@ class Site:
         assert self._network.stdout is not None
         assert self._network.stdout.readline() == b"up\n", "no bridge"
         self.namespace = f"/proc/{self._network.pid}/ns/net"
-        self._threads = ThreadPoolExecutor(1, initializer=_enter, initargs=(self.namespace,))
+        self._threads = ThreadPoolExecutor(1, initializer=enter, initargs=(self.namespace,))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -261,11 +267,3 @@ def _answered(url: str) -> str:
         return str(httpx.get(url, timeout=5, verify=False).status_code)  # noqa: S501
     except (OSError, httpx.TransportError) as error:
         return str(error) or type(error).__name__
-
-
-def _enter(namespace: str) -> None:
-    """Move this thread to a network namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(namespace, "rb") as opened:
-        if libc.setns(opened.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
