@@ -101,7 +101,7 @@ class DnsSource:
             listing.failed(f"{self._config.name}: {str(error) or 'no answer in time'}")
             if self._absent and self._clock() - self._answered_s > self._config.keep_s:
                 self._absent.clear()
-                listing.told([], {self._config.name: f"no answer for {self._config.keep_s:g} s"})
+                listing.given_up({self._config.name: f"no answer for {self._config.keep_s:g} s"})
             return
         self._answered_s = self._clock()
         self._settle(answer)

@@ -97,11 +97,7 @@ class Listing:
             log.info("discovery_works_again", pool=self.pool)
             self._said = ""
         self.succeeded_unix_s = self._clock_unix()
-        self.bad = bad or {}
-        answer = tuple(found)
-        if answer != self.found:
-            self.found = answer
-            self._on_change()
+        self._use(tuple(found), bad or {})
 
     def failed(self, reason: str) -> None:
         """Take note that there is no answer; what was found before stays. One line per reason."""
@@ -110,6 +106,20 @@ class Listing:
             self._said = reason
             kept = "none yet" if self.found is None else len(self.found)
             log.warning("discovery_failed", pool=self.pool, reason=reason, workers_kept=kept)
+
+    def given_up(self, bad: dict[str, str]) -> None:
+        """Forget all workers, since there has been no answer for too long; it is failing still.
+
+        Args:
+            bad: What is not found any more -> why.
+        """
+        self._use((), bad)
+
+    def _use(self, found: tuple[Found, ...], bad: dict[str, str]) -> None:
+        self.bad = bad
+        if found != self.found:
+            self.found = found
+            self._on_change()
 
 
 def id_from(name: str) -> str:

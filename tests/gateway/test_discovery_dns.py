@@ -57,6 +57,7 @@ async def test_a_worker_leaves_only_after_several_answers_without_it() -> None:
     for _ in range(2):
         assert await asked.ask([A]) == [IDS[A], IDS[B]]
     assert await asked.ask([A]) == [IDS[A]]
+    assert not asked.told.listing.is_failing
 
 
 async def test_a_worker_that_does_not_answer_either_leaves_at_once() -> None:
@@ -66,6 +67,7 @@ async def test_a_worker_that_does_not_answer_either_leaves_at_once() -> None:
     ill.add(IDS[B])
     assert await asked.ask([A, B]) == [IDS[A], IDS[B]]
     assert await asked.ask([A]) == [IDS[A]]
+    assert not asked.told.listing.is_failing
 
 
 @settings(max_examples=50, deadline=None)
@@ -98,7 +100,9 @@ async def test_a_failing_resolver_keeps_the_last_answer_for_a_bounded_time(
     asked.now_s = 61
     assert await asked.ask(error) == []
     assert asked.told.listing.num_failures == 3
+    assert asked.told.listing.is_failing
     assert await asked.ask([A]) == [IDS[A]]
+    assert not asked.told.listing.is_failing
 
 
 async def test_a_resolver_that_never_answered_says_nothing_of_workers() -> None:
