@@ -1,36 +1,37 @@
 """When the next piece of a warm-up may go to a worker that has users, and how large it may be.
 
-Users come first: nothing is sent while one of them waits, and while there are any, warm-up takes
-its share of the worker's time and no more. A piece that is being computed cannot be called back, so
-pieces are short.
+Users come first: nothing is sent while one of them waits, and while there are any, pieces go one
+at a time and take their share of the worker's time and no more. A piece that is being computed
+cannot be called back, so pieces are short.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from gateway.routing.cost import prefill_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from gateway.fleet.fleet import Fleet
     from gateway.routing.dispatch import Dispatcher
     from gateway.routing.pool import Pool, Worker
     from gateway.warm.sending import Sender
 
-# A user that comes while a piece is computed waits for the rest of it: a quarter of a second beside
-# users, a second on a worker that has none.
-BUSY_PIECE_S = 0.25
+# A user that comes while a piece is computed waits for the rest of it: a tenth of a second beside
+# users, which few notice, and a second on a worker that has none.
+BUSY_PIECE_S = 0.1
 IDLE_PIECE_S = 1.0
 # Likewise while the worker's speed is unknown.
-BUSY_PIECE_TOKENS = 512
+BUSY_PIECE_TOKENS = 256
 IDLE_PIECE_TOKENS = 2048
 # Shorter pieces cost more in requests than they spare.
-MIN_PIECE_TOKENS = 128
-# A worker had users if one of them was there so lately.
-RECENT_S = 5.0
+MIN_PIECE_TOKENS = 64
+# A worker has users as long as one of them may still be reading the last answer.
+RECENT_S = 20.0
 # Requests that the engine itself queues, as its metrics say: others' traffic that passes us by.
 MAX_ENGINE_QUEUE = 4
 LOOK_S = 0.02
@@ -39,7 +40,7 @@ MAX_PAUSE_S = 10.0
 
 
 class Manners:
-    """Politeness towards one worker; event loop only.
+    """Politeness towards one worker, of all that one run sends there; event loop only.
 
     Args:
         dispatcher: Its gate says who waits.
@@ -73,6 +74,8 @@ class Manners:
         self._yields = yields
         self._clock = clock
         self._user_seen_s = float("-inf")
+        self._num_under_way = 0
+        self._rests_until_s = float("-inf")
 
     def has_users(self) -> bool:
         """Whether clients' requests are there, or were a moment ago."""
@@ -98,12 +101,54 @@ class Manners:
             or (waiting or 0) - len(ours) > MAX_ENGINE_QUEUE
         )
 
-    async def turn(self, is_over: Callable[[], bool]) -> None:
-        """Wait until it is our turn, at most ``MAX_PAUSE_S``; at once when ``is_over``."""
+    @asynccontextmanager
+    async def turn(self, is_over: Callable[[], bool]) -> AsyncIterator[None]:
+        """Have a turn to send a piece in; the time inside it counts as the worker's.
+
+        It comes when no user waits and, beside users, when no other piece is under way and the
+        worker has been left to them long enough; after ``MAX_PAUSE_S`` at the latest, and at once
+        when ``is_over``.
+        """
+        await self._wait(self._must_wait, is_over)
+        began_s = self._clock()
+        self._num_under_way += 1
+        try:
+            yield
+        finally:
+            self._num_under_way -= 1
+            self._rest(began_s)
+
+    async def users_first(self, is_over: Callable[[], bool]) -> None:
+        """Wait until no user waits; for probes, whose one token goes along with other work."""
+        await self._wait(self._yields_now, is_over)
+
+    def _yields_now(self) -> bool:
+        if not self._yields or not self.is_waited_for():
+            return False
+        self._user_seen_s = self._clock()
+        return True
+
+    def _must_wait(self) -> bool:
+        if self._yields_now():
+            return True
+        if not self.has_users():
+            return False
+        is_taken = self._yields and self._num_under_way > 0
+        return is_taken or self._clock() < self._rests_until_s
+
+    async def _wait(self, must: Callable[[], bool], is_over: Callable[[], bool]) -> None:
         until_s = self._clock() + MAX_PAUSE_S
-        while self._yields and self.is_waited_for() and not is_over() and self._clock() < until_s:
-            self._user_seen_s = self._clock()
+        while must():
+            if is_over() or self._clock() >= until_s:
+                return
             await asyncio.sleep(LOOK_S)
+
+    def _rest(self, began_s: float) -> None:
+        """Leave the worker to its users for their share of the time after a piece."""
+        now_s = self._clock()
+        rest_s = (now_s - began_s) * (1.0 / self._max_share - 1.0)
+        # Pieces that were under way together are paid for one after the other.
+        self._rests_until_s = max(now_s, self._rests_until_s) + rest_s
 
     def piece_tokens(self, done_tokens: int, all_tokens: int) -> int:
         """Return up to which token to send next.
@@ -126,12 +171,3 @@ class Manners:
         end = done_tokens + size
         # A short rest goes along.
         return all_tokens if all_tokens - end < MIN_PIECE_TOKENS else end
-
-    async def rest(self, elapsed_s: float, is_over: Callable[[], bool]) -> None:
-        """Leave the worker to its users for their share of the time after a piece."""
-        until_s = self._clock() + elapsed_s * (1.0 / self._max_share - 1.0)
-        while self.has_users() and not is_over():
-            left_s = until_s - self._clock()
-            if left_s <= 0.0:
-                return
-            await asyncio.sleep(min(LOOK_S, left_s))

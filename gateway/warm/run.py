@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -17,12 +17,12 @@ from gateway.warm.items import Refused
 from gateway.warm.manners import Manners
 from gateway.warm.placement import held_by
 from gateway.warm.sending import SendError, Sent
-from gateway.warm.standing import Standing, plan_event
+from gateway.warm.standing import Standing, failed_event, plan_event, progress_event
 from gateway.warm.verify import Proof, prove
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Awaitable, Callable, Collection, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 
     from gateway.fleet.fleet import Fleet
     from gateway.routing.dispatch import Dispatcher
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from gateway.warm.warmed import Warmed
 
     Emit = Callable[[dict[str, Any]], Awaitable[None]]
+
+T = TypeVar("T")
 
 log = structlog.get_logger("warmlane")
 
@@ -115,7 +117,7 @@ class Run:
             jobs = self.standing.place(found, placements)
             await self._emit(plan_event(self.run_id, placements, self.standing.refused))
             for name, reason in self.standing.refused.items():
-                await self._emit(_failed(name, None, reason))
+                await self._emit(failed_event(name, None, reason))
             if not self._order.dry_run or self._order.verify:
                 await self._serve_all(jobs)
             if not self._order.dry_run:
@@ -186,8 +188,9 @@ class Run:
             if worker is None:
                 await self._give_up(queue, f"worker {worker_id} is gone")
                 continue
+            manners = self._manners(pool, worker)
             tasks += [
-                asyncio.ensure_future(self._serve(pool, worker, queue))
+                asyncio.ensure_future(self._serve(worker, queue, manners))
                 for _ in range(min(self._order.concurrency, len(queue)))
             ]
         try:
@@ -201,9 +204,9 @@ class Run:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    async def _serve(self, pool: Pool, worker: Worker, queue: deque[Job]) -> None:
+    def _manners(self, pool: Pool, worker: Worker) -> Manners:
         parts, order = self._parts, self._order
-        manners = Manners(
+        return Manners(
             parts.dispatcher,
             parts.fleet,
             parts.sender,
@@ -213,38 +216,57 @@ class Run:
             order.yields,
             parts.clock,
         )
-        while queue and not self.is_stopped:
-            job = queue.popleft()
-            try:
-                await self._warm(job, worker, manners)
-            except SendError as error:
-                await self._fail(job, worker.id, str(error))
-                if error.is_hopeless:
-                    await self._give_up(queue, str(error))
-            except ConnectionError:
-                raise  # whoever takes the events is gone
-            except Exception as error:
-                log.error("warm_item_failed", exc_info=error)
-                await self._fail(job, worker.id, f"{type(error).__name__} in the gateway")
 
-    async def _warm(self, job: Job, worker: Worker, manners: Manners) -> None:
-        """Send one item in pieces, and prove it."""
-        computed = 0
-        if self._order.dry_run and job.placement.action == "warm":
-            await self._say_cold(job, worker)
-            return
-        if job.placement.action == "warm":
-            computed = await self._send(job, worker, manners)
-            if computed < 0:
-                return  # stopped half-way
+    async def _serve(self, worker: Worker, queue: deque[Job], manners: Manners) -> None:
+        """Send and prove one item after the other.
+
+        Each is proven while the next one is computed: a step of the engine costs as much for one
+        token as for a few, so that the probe's goes along for nothing.
+        """
+        proof: asyncio.Task[None] | None = None
+        try:
+            while queue and not self.is_stopped:
+                job = queue.popleft()
+                sent = await self._tried(job, worker, queue, self._send(job, worker, manners))
+                if proof is not None:
+                    await proof
+                    proof = None
+                if sent is not None:
+                    proving = self._prove(job, worker, manners, sent)
+                    proof = asyncio.ensure_future(self._tried(job, worker, queue, proving))
+            if proof is not None:
+                await proof
+        finally:
+            if proof is not None:
+                await _cancel([proof])
+
+    async def _tried(
+        self, job: Job, worker: Worker, queue: deque[Job], doing: Coroutine[Any, Any, T]
+    ) -> T | None:
+        """Do a part of one item; where it fails, the item has failed and None is returned."""
+        try:
+            return await doing
+        except SendError as error:
+            await self._fail(job, worker.id, str(error))
+            if error.is_hopeless:
+                await self._give_up(queue, str(error))
+        except ConnectionError:
+            raise  # whoever takes the events is gone
+        except Exception as error:
+            log.error("warm_item_failed", exc_info=error)
+            await self._fail(job, worker.id, f"{type(error).__name__} in the gateway")
+        return None
+
+    async def _prove(self, job: Job, worker: Worker, manners: Manners, computed: int) -> None:
+        """Prove one item, if proof is asked for; ``computed`` tokens were for it so far."""
         if self._order.verify:
-            await manners.turn(self._is_stopping)
-            parts, tokens = self._parts, job.placement.tokens
+            await manners.users_first(self._is_stopping)
+            parts = self._parts
             proof = await prove(
                 parts.sender,
                 job.found,
                 worker.id,
-                tokens,
+                job.placement.tokens,
                 parts.clock,
                 may_compute=not self._order.dry_run,
             )
@@ -275,10 +297,20 @@ class Run:
         event = proof.event(job.found.item.id, worker.id)
         await self._emit(event | {"cached_tokens": 0, "reason": "not held"})
 
-    async def _send(self, job: Job, worker: Worker, manners: Manners) -> int:
-        """Send one item; return the tokens computed for it, or -1 if the run was stopped."""
+    async def _send(self, job: Job, worker: Worker, manners: Manners) -> int | None:
+        """Send what of one item is missing, in pieces.
+
+        Returns:
+            The tokens computed for it; None if there is nothing to prove: the run was stopped, or
+            only looks at what is there and this is not.
+        """
         sender, found, tokens = self._parts.sender, job.found, job.placement.tokens
         name = found.item.id
+        if job.placement.action != "warm":
+            return 0
+        if self._order.dry_run:
+            await self._say_cold(job, worker)
+            return None
         job.state = "running"
         await self._emit({"event": "start", "id": name, "worker": worker.id, "tokens": tokens})
         # What is there already needs no pieces.
@@ -286,20 +318,18 @@ class Run:
         done = 0 if held is None else min(held.tokens, tokens)
         sent: list[Sent] = []
         while not sent or done < tokens:
-            await manners.turn(self._is_stopping)
-            if self.is_stopped:
-                return -1
-            end = tokens
-            if sender.takes_pieces(found.pool):
-                end = min(tokens, manners.piece_tokens(done, tokens))
-            sent.append(await sender.send(found, worker.id, end))
+            async with manners.turn(self._is_stopping):
+                if self.is_stopped:
+                    return None
+                end = tokens
+                if sender.takes_pieces(found.pool):
+                    end = min(tokens, manners.piece_tokens(done, tokens))
+                sent.append(await sender.send(found, worker.id, end))
             self._count(worker.id, sent[-1:])
             done = end
             if done < tokens:
-                await self._emit(_progress("progress", name, worker.id, done, sent))
-                await manners.rest(sent[-1].elapsed_s, self._is_stopping)
-        await self._emit(_progress("done", name, worker.id, tokens, sent))
-        await manners.rest(sent[-1].elapsed_s, self._is_stopping)
+                await self._emit(progress_event("progress", name, worker.id, done, sent))
+        await self._emit(progress_event("done", name, worker.id, tokens, sent))
         return sum(part.computed_tokens for part in sent)
 
     async def _look_again(self) -> None:
@@ -351,33 +381,10 @@ class Run:
     async def _fail(self, job: Job, worker_id: str | None, reason: str) -> None:
         self.standing.judge(job, "failed", reason)
         self._parts.counts.failed[worker_id or ""] += 1
-        await self._emit(_failed(job.found.item.id, worker_id, reason))
+        await self._emit(failed_event(job.found.item.id, worker_id, reason))
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _failed(name: str, worker_id: str | None, reason: str) -> dict[str, Any]:
-    return {"event": "failed", "id": name, "worker": worker_id, "reason": reason}
-
-
-def _progress(
-    event: str, name: str, worker_id: str, tokens: int, sent: Sequence[Sent]
-) -> dict[str, Any]:
-    """Return the event of an item's progress.
-
-    ``cached_tokens`` are those that the first piece found; later ones find what the pieces before
-    them computed.
-    """
-    return {
-        "event": event,
-        "id": name,
-        "worker": worker_id,
-        "tokens": tokens,
-        "cached_tokens": sent[0].cached_tokens,
-        "computed_tokens": sum(part.computed_tokens for part in sent),
-        "elapsed_s": round(sum(part.elapsed_s for part in sent), 6),
-    }

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from gateway.warm.plan import Placement
+    from gateway.warm.sending import Sent
     from gateway.warm.shareable import Shareable
 
 Copy = Literal["waiting", "warm", "failed", "skipped"]
@@ -166,4 +167,28 @@ def plan_event(
             "tokens": sum(placement.tokens for placement in warm),
             "seconds": None if None in seconds else sum(s for s in seconds if s is not None),
         },
+    }
+
+
+def failed_event(name: str, worker_id: str | None, reason: str) -> dict[str, Any]:
+    """Return the event of an item that failed, on a worker or before it had one."""
+    return {"event": "failed", "id": name, "worker": worker_id, "reason": reason}
+
+
+def progress_event(
+    event: str, name: str, worker_id: str, tokens: int, sent: Sequence[Sent]
+) -> dict[str, Any]:
+    """Return the event of an item's progress.
+
+    ``cached_tokens`` are those that the first piece found; later ones find what the pieces before
+    them computed.
+    """
+    return {
+        "event": event,
+        "id": name,
+        "worker": worker_id,
+        "tokens": tokens,
+        "cached_tokens": sent[0].cached_tokens,
+        "computed_tokens": sum(part.computed_tokens for part in sent),
+        "elapsed_s": round(sum(part.elapsed_s for part in sent), 6),
     }
