@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from prometheus_client.core import Metric
 
@@ -66,16 +66,18 @@ class WarmCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
         counts = self._counts
+        # From 0 on: what a counter is born with is in no rate.
+        known = dict.fromkeys((*counts.computed_tokens, *counts.cached_tokens), 0)
         yield _by_worker("computed_tokens", "Tokens computed for warm-up", counts.computed_tokens)
         yield _by_worker(
             "cached_tokens", "Tokens of warm-up requests that were there", counts.cached_tokens
         )
-        yield _by_worker("failed", "Warm-up requests that came to nothing", counts.failed)
+        yield _by_worker("failed", "Warm-up requests that came to nothing", known | counts.failed)
         yield _by_worker(
             "hit_tokens",
             "Tokens of clients' prompts found in what was warmed; against those computed for it "
             "they say whether it was worth it",
-            counts.hit_tokens,
+            known | counts.hit_tokens,
         )
         warm = GaugeMetricFamily(
             "warmlane_warm_documents", "Documents and prefixes warmed and still held",
@@ -102,7 +104,7 @@ class WarmCollector(Collector):
         yield from (warm, runs, seconds, stored, size)
 
 
-def _by_worker(name: str, text: str, values: Counter[str]) -> CounterMetricFamily:
+def _by_worker(name: str, text: str, values: Mapping[str, int]) -> CounterMetricFamily:
     family = CounterMetricFamily(f"warmlane_warm_{name}", text, labels=("worker",))
     for worker, number in values.items():
         family.add_metric((worker,), number)

@@ -198,7 +198,7 @@ def _gateway(fleet: ObservedFleet, number: int) -> Process:
     config = {
         "server": {"host": "127.0.0.1", "port": port},
         # A short queue is enough, so that a small crowd waits in the gateway.
-        "routing": {"max_wait_s": 0.01},
+        "routing": {"max_wait_s": 0.001},
         # Every request is traced, for nobody who listens.
         "telemetry": {"otlp_endpoint": f"http://127.0.0.1:{free_port()}", "trace_sample": 1.0},
         "index": {"backend": "redis", "url": fleet.valkey.url},

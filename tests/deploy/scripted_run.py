@@ -144,7 +144,8 @@ def run(clients: Clients, name: str, *, documents: int) -> Seen:
     # The hour at the top breaks the prefix of what follows.
     for minute in range(3):
         clients.ask(f"It is 2026-11-30 10:0{minute}:00.\n{document(name + '-dated', SHORT_RULES)}")
-    clients.at_once([document(f"{name}-crowd{n}", 4) for n in range(6)])
+    # More at once than two workers start on.
+    clients.at_once([document(f"{name}-crowd{n}", SHORT_RULES) for n in range(10)])
     for _ in clients.fleet.gateways:
         # A thousand tokens within a tenth of a second; a picture that no model here can see.
         late = clients.ask("Count.", stream=False, max_tokens=1000, headers=HURRY)

@@ -39,7 +39,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 # What no healthy run of this size shows, and why.
 WITHOUT_DATA = {
     "warmlane_label_overflows_total": "only configured names are seen",
-    "warmlane_warm_failed_total": "no warm-up failed",
 }
 SHARES = {"0": "0 %", "lt_50": "1 to 49 %", "lt_90": "50 to 89 %", "ge_90": "90 to 100 %"}
 # Grafana's least interval: four times that between two scrapes.
