@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gateway.routing.cost import MEMORY_FILL, OUTPUT_ALLOWANCE_TOKENS, queue_s
+from gateway.routing.cost import MEMORY_FILL, queue_s
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -27,19 +27,19 @@ def is_busy(decision: Decision, max_wait_s: float) -> bool:
     request = decision.input
     if request.mode == "least_load":
         return False
-    candidates, now_s = request.candidates, request.now_s
+    candidates, now_s, allowance = request.candidates, request.now_s, request.allowance_tokens
     # Nearly always the chosen one is free, and nothing else has to be looked at.
-    if not _has_enough(candidates[decision.position], now_s, max_wait_s):
+    if not _has_enough(candidates[decision.position], now_s, max_wait_s, allowance):
         return False
-    return all(_has_enough(c, now_s, max_wait_s) for c in candidates if c.eligible)
+    return all(_has_enough(c, now_s, max_wait_s, allowance) for c in candidates if c.eligible)
 
 
-def _has_enough(c: Candidate, now_s: float, max_wait_s: float) -> bool:
+def _has_enough(c: Candidate, now_s: float, max_wait_s: float, allowance_tokens: int) -> bool:
     if not c.in_flight:
         return False
     if c.queued_s > max_wait_s and queue_s(c, now_s) > max_wait_s:
         return True
-    demand = c.active_tokens + c.new_tokens + OUTPUT_ALLOWANCE_TOKENS
+    demand = c.active_tokens + c.new_tokens + allowance_tokens
     return c.capacity_tokens > 0 and demand > MEMORY_FILL * c.capacity_tokens
 
 

@@ -32,6 +32,8 @@ _copy: Callable[[Candidate], Candidate] = Candidate.__copy__  # type: ignore[att
 # Factor on the cost of a worker that is let back in since too many are out: it is tried when those
 # that are well have queues, and not before.
 READMITTED_BIAS = 8.0
+# Members of a body that bound its answer.
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 # A worker that is out for one of these reasons is used when nobody else is left.
 _PANIC = ("not_ready", "ejected")
 
@@ -53,8 +55,10 @@ def route_input(
     # Equal to the blocks in ``hashes`` where all of them are known.
     num_blocks = 0 if hashes is None else usable_blocks(prompt_tokens, pool.block_size)
     hits = _match(index, plan) if index is not None and hashes else {}
-    candidates = _candidates(plan, now_s, num_blocks, exclude, hits)
+    allowance = _allowance_tokens(plan)
+    candidates = _candidates(plan, now_s, num_blocks, exclude, hits, allowance)
     request = RouteInput(now_s, prompt_tokens, candidates)
+    request.allowance_tokens = allowance
     request.output_tokens = pool.output_length.mean_tokens
     if hits and pool.peer_pull != "off":
         _take_sources(request, pool, hits)
@@ -98,6 +102,7 @@ def _candidates(
     num_blocks: int,
     exclude: Collection[str],
     hits: dict[str, Hit],
+    allowance_tokens: int,
 ) -> list[Candidate]:
     """Copy each worker's row and fill in what depends on the request or on the time.
 
@@ -107,7 +112,7 @@ def _candidates(
     index = pool.index
     block_size, adapter = pool.block_size, plan.adapter
     new_tokens = num_blocks * block_size
-    demand = plan.num_tokens + OUTPUT_ALLOWANCE_TOKENS
+    demand = plan.num_tokens + allowance_tokens
     all_pull = pool.peer_pull == "llm-d"
     num_modelled = 0
     candidates: list[Candidate] = []
@@ -136,7 +141,7 @@ def _candidates(
         c.capacity_tokens = capacity = worker.capacity_tokens
         if capacity:
             # Blocks shared with requests in flight matter only where memory is short.
-            needed = c.active_tokens + new_tokens + OUTPUT_ALLOWANCE_TOKENS
+            needed = c.active_tokens + new_tokens + allowance_tokens
             if needed > MEMORY_FILL * capacity:
                 c.new_tokens -= books.common_tokens(hashes)
             if index is not None and mode != "text":
@@ -172,6 +177,23 @@ def _candidates(
         _readmit(ejected)
     _relent(candidates)
     return candidates
+
+
+def _allowance_tokens(plan: Plan) -> int:
+    """Return the tokens of KV to expect of an answer: no more than its request lets it have.
+
+    A short document's hit must not be given up on a full worker for room that a one-word answer
+    never takes.
+    """
+    body = plan.inbound.body
+    for name in _LIMITS:
+        limit = body.get(name)
+        if type(limit) is int and limit >= 0:
+            num_samples = body.get("n")
+            if type(num_samples) is int and num_samples > 1:
+                limit *= num_samples
+            return min(limit, OUTPUT_ALLOWANCE_TOKENS)
+    return OUTPUT_ALLOWANCE_TOKENS
 
 
 def _in_whole_blocks(hit: Hit, block_size: int) -> Hit:

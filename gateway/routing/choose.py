@@ -13,7 +13,14 @@ from typing import Literal
 
 import msgspec
 
-from gateway.routing.cost import Candidate, CostModel, Estimate, Source, prefill_s
+from gateway.routing.cost import (
+    OUTPUT_ALLOWANCE_TOKENS,
+    Candidate,
+    CostModel,
+    Estimate,
+    Source,
+    prefill_s,
+)
 from gateway.routing.prices import Prices
 
 __all__ = [
@@ -70,6 +77,7 @@ class RouteInput(msgspec.Struct):
         ring: All workers in ring order from the key on; read by ``strict`` and ``text`` only.
         sources: Who could hand over KV of this prompt to the candidates that can pull.
         draws: Positions of candidates drawn at random; empty = all candidates are compared.
+        allowance_tokens: Tokens of KV that the completion will need: no more than it may have.
     """
 
     now_s: float
@@ -81,6 +89,7 @@ class RouteInput(msgspec.Struct):
     ring: list[str] = []
     sources: list[Source] = []
     draws: list[int] = []
+    allowance_tokens: int = OUTPUT_ALLOWANCE_TOKENS
 
 
 class Decision(msgspec.Struct):

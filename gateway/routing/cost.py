@@ -22,7 +22,7 @@ OWN_DECODE = 0.1
 MEMORY_FILL = 0.98
 # Fill above which the engine evicts cached blocks to make room.
 EVICTION_FILL = 0.97
-# Tokens of KV that a completion is assumed to take.
+# Tokens of KV that a completion is assumed to take, where its request allows so many.
 OUTPUT_ALLOWANCE_TOKENS = 200
 # An evicted block is less likely to be asked for again the older it is. Flat from 60 to 1500 s.
 HALF_LIFE_S = 300.0
@@ -249,16 +249,23 @@ def restore_s(c: Candidate, link_s: float, wait_s: float, now_s: float) -> float
     return total_s * RESTORE_OVERLAP if total_s < wait_s else total_s
 
 
-def evicted_tokens(c: Candidate, uncached_tokens: int) -> float:
+def evicted_tokens(
+    c: Candidate, uncached_tokens: int, allowance_tokens: int = OUTPUT_ALLOWANCE_TOKENS
+) -> float:
     """Return how many cached tokens must leave the device for this request; may be negative."""
-    demand = uncached_tokens + OUTPUT_ALLOWANCE_TOKENS
+    demand = uncached_tokens + allowance_tokens
     free = EVICTION_FILL * c.capacity_tokens - c.held_tokens - c.queued_tokens
     return demand - free if free > 0 else demand
 
 
-def eviction_s(model: CostModel, c: Candidate, uncached_tokens: int) -> float:
+def eviction_s(
+    model: CostModel,
+    c: Candidate,
+    uncached_tokens: int,
+    allowance_tokens: int = OUTPUT_ALLOWANCE_TOKENS,
+) -> float:
     """Return ``E``: recompute (or restore) of what is evicted, fading with its age."""
-    need = evicted_tokens(c, uncached_tokens)
+    need = evicted_tokens(c, uncached_tokens, allowance_tokens)
     if need <= 0:
         return 0.0
     fade = exp2(-c.lru_age_s / HALF_LIFE_S)
@@ -278,6 +285,7 @@ def estimate_s(
     prompt_tokens: int,
     hit_tokens: int,
     output_tokens: float,
+    allowance_tokens: int = OUTPUT_ALLOWANCE_TOKENS,
 ) -> Estimate:
     """Price one candidate in seconds.
 
@@ -288,6 +296,7 @@ def estimate_s(
         prompt_tokens: Prompt length (``L``).
         hit_tokens: Tokens counted as held there (``d``), pending credit included.
         output_tokens: Mean completion length of the pool (``E_out``).
+        allowance_tokens: Tokens of KV that the completion will need.
     """
     # At least one token is always computed: the engine needs its logits.
     uncached = prompt_tokens - hit_tokens if prompt_tokens > hit_tokens else 1
@@ -301,12 +310,12 @@ def estimate_s(
         restore = restore_s(c, link, wait, now_s)
     capacity = c.capacity_tokens
     if capacity:
-        demand = c.active_tokens + c.new_tokens + OUTPUT_ALLOWANCE_TOKENS
+        demand = c.active_tokens + c.new_tokens + allowance_tokens
         if demand > MEMORY_FILL * capacity:
             memory = model.token_s * (demand - MEMORY_FILL * capacity)
-        filled = c.held_tokens + c.queued_tokens + uncached + OUTPUT_ALLOWANCE_TOKENS
+        filled = c.held_tokens + c.queued_tokens + uncached + allowance_tokens
         if filled > EVICTION_FILL * capacity:
-            eviction = eviction_s(model, c, uncached)
+            eviction = eviction_s(model, c, uncached, allowance_tokens)
     cost = wait + own + shared + restore + others + memory + eviction
     # By position, in the order of the fields: names would be a third of the time spent here.
     return Estimate(

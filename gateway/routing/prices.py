@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from gateway.routing.cost import (
     DECODE_INTERFERENCE,
     EVICTION_FILL,
-    OUTPUT_ALLOWANCE_TOKENS,
     OWN_DECODE,
     Estimate,
     estimate_s,
@@ -82,7 +81,9 @@ class Prices:
         model, hit = c.model, self.hits[position]
         if not self.in_seconds or model is None:
             return estimate_token_requests(c, r.prompt_tokens, hit)
-        own = estimate_s(c, model, r.now_s, r.prompt_tokens, hit, r.output_tokens)
+        own = estimate_s(
+            c, model, r.now_s, r.prompt_tokens, hit, r.output_tokens, r.allowance_tokens
+        )
         if c.can_pull and (r.sources or own.restore_s):
             return with_sources(own, c, model, r.now_s, r.prompt_tokens, r.output_tokens, r.sources)
         return own
@@ -91,7 +92,7 @@ class Prices:
         """Return (position, cost) of all that may be the least; the longest prefix goes first."""
         request, hits = self._request, self.hits
         candidates, now_s = request.candidates, request.now_s
-        sources = request.sources
+        sources, allowance_tokens = request.sources, request.allowance_tokens
         # A step's decodes count once beside the prefill (I) and once more in the own decode (G).
         decode_share = 1.0 + OWN_DECODE * request.output_tokens
         if len(positions) == len(hits):
@@ -128,9 +129,9 @@ class Prices:
             if floor * c.bias + c.overdue_s > limit:
                 continue
             if c.capacity_tokens:
-                filled = c.held_tokens + c.queued_tokens + uncached + OUTPUT_ALLOWANCE_TOKENS
+                filled = c.held_tokens + c.queued_tokens + uncached + allowance_tokens
                 if filled > EVICTION_FILL * c.capacity_tokens:
-                    floor += eviction_s(model, c, uncached)
+                    floor += eviction_s(model, c, uncached, allowance_tokens)
                     if floor * c.bias + c.overdue_s > limit:
                         continue
             cost = self[i].cost

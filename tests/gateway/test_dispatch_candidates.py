@@ -80,6 +80,31 @@ async def test_a_full_cache_is_told_with_the_age_of_what_would_be_evicted() -> N
     assert routes.choose(new).candidates[0].eviction_s > 0.0
 
 
+async def test_a_full_worker_keeps_users_of_its_documents_whose_answers_need_no_room() -> None:
+    # As was seen: the holder, full and measured slower, beside a worker that has just restarted.
+    pool, clock = make_pool(2, model=None), Clock()
+    routes = dispatcher(pool, clock)
+    for worker, token_s in (("w0", 8.9e-3), ("w1", 5.2e-3)):
+        model = CostModel(token_s, 1e-4 * token_s, 100 * token_s, 1e-3 * token_s)
+        pool.workers[worker].learner = Learner(model)
+        pool.workers[worker].capacity_tokens = 40 * BLOCK
+    document = list(range(18 * BLOCK))
+    prompt = (await routes.plan(pool, ids(document))).prompt
+    hold(pool, "w0", prompt)
+    hold(pool, "w0", (await routes.plan(pool, ids(list(range(5000, 5000 + 22 * BLOCK))))).prompt)
+    asked = ids([*document, *range(9000, 9030)])
+    asked.body["max_tokens"] = 4
+    choice = routes.choose(await routes.plan(pool, asked))
+
+    assert (choice.worker, choice.reason) == ("w0", Reason.LONGEST_PREFIX)
+    assert choice.input.allowance_tokens == 4
+    # Many answers to one question need room for each.
+    asked.body["n"] = 20
+    assert routes.choose(await routes.plan(pool, asked)).input.allowance_tokens == 80
+    del asked.body["max_tokens"]
+    assert routes.choose(await routes.plan(pool, asked)).worker == "w1"
+
+
 async def test_an_evicted_prompt_no_longer_counts_as_the_oldest() -> None:
     pool, clock = make_pool(1), Clock()
     routes = dispatcher(pool, clock)
