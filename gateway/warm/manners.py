@@ -51,6 +51,7 @@ class Manners:
         max_share: Share of its time that may be taken while it has users.
         yields: Whether users who wait for it come first. Those of a worker that is filled before
             it has its share of them would compute themselves what they have to wait for.
+        user_seen_s: Worker id -> when a client's request ended there last; read and written.
         clock: Monotonic seconds.
     """
 
@@ -63,6 +64,7 @@ class Manners:
         worker: Worker,
         max_share: float,
         yields: bool,
+        user_seen_s: dict[str, float],
         clock: Callable[[], float],
     ) -> None:
         self._gate = dispatcher.gate
@@ -73,7 +75,7 @@ class Manners:
         self._max_share = max_share
         self._yields = yields
         self._clock = clock
-        self._user_seen_s = float("-inf")
+        self._user_seen_s = user_seen_s
         self._num_under_way = 0
         self._rests_until_s = float("-inf")
 
@@ -84,8 +86,8 @@ class Manners:
         others = None if self._pool.others is None else self._pool.others.of(self._worker.id)
         num_others = 0 if others is None else others.in_flight
         if self._worker.books.in_flight + num_others > num_ours:
-            self._user_seen_s = now_s
-        return now_s - self._user_seen_s < RECENT_S
+            self._user_seen_s[self._worker.id] = now_s
+        return now_s - self._user_seen_s.get(self._worker.id, float("-inf")) < RECENT_S
 
     def is_waited_for(self) -> bool:
         """Whether a client waits for this worker, here, elsewhere or in its own queue."""
@@ -125,7 +127,7 @@ class Manners:
     def _yields_now(self) -> bool:
         if not self._yields or not self.is_waited_for():
             return False
-        self._user_seen_s = self._clock()
+        self._user_seen_s[self._worker.id] = self._clock()
         return True
 
     def _must_wait(self) -> bool:

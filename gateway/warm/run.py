@@ -44,7 +44,10 @@ log = structlog.get_logger("warmlane")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What all runs of a process use."""
+    """What all runs of a process use.
+
+    ``user_seen_s`` has when a client's request ended on each worker last.
+    """
 
     dispatcher: Dispatcher
     fleet: Fleet
@@ -56,6 +59,7 @@ class Parts:
     clock: Callable[[], float]
     clock_unix: Callable[[], float]
     on_warm: Callable[[Shareable], None]
+    user_seen_s: dict[str, float]
 
 
 class Run:
@@ -214,6 +218,7 @@ class Run:
             worker,
             order.max_share,
             order.yields,
+            parts.user_seen_s,
             parts.clock,
         )
 

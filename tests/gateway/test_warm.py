@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -598,3 +599,70 @@ async def test_a_worker_that_keeps_failing_is_given_up(tmp_path: Path) -> None:
         assert end(events)["failed"] == 30
         sent = [seen for seen in raws[0].seen if "completions" in seen.target]
         assert len(sent) < 10
+
+
+async def test_beside_users_one_short_piece_goes_at_a_time_and_the_worker_is_left_to_them(
+    tmp_path: Path,
+) -> None:
+    begun_s: list[float] = []
+    engine = Caching(prefill_token_s=1e-4)
+
+    def note(seen: Seen) -> None:
+        if "completions" in seen.target:
+            begun_s.append(asyncio.get_running_loop().time())
+
+    async with warming_over(tmp_path, engine) as (gateway, _):
+        await gateway.ask("a short question", "from a user who reads the answer now")
+        first = len(engine.computed)
+        engine.before = note  # type: ignore[assignment]
+        events = await gateway.warm([item(f"d{k}") for k in range(3)], concurrency=3, max_share=0.2)
+    assert end(events)["warm"] == 3
+    pieces = [
+        (at_s, tokens * engine.prefill_token_s)
+        for at_s, tokens in zip(begun_s, engine.computed[first:], strict=True)
+        if tokens > BLOCK  # the others are probes
+    ]
+    assert len(pieces) > 3  # no document went in one
+    for (at_s, took_s), (next_s, _) in itertools.pairwise(pieces):
+        assert next_s >= at_s + took_s / 0.2
+
+
+async def test_without_users_documents_are_computed_together(tmp_path: Path) -> None:
+    gate, num_sent = asyncio.Event(), 0
+
+    def meet(seen: Seen) -> Script | None:
+        nonlocal num_sent
+        if "completions" not in seen.target:
+            return None
+        num_sent += 1
+        if num_sent == 2:
+            gate.set()
+        return [gate, *answer(b"{}", 500)]
+
+    async with warming_over(tmp_path, Caching(before=meet)) as (gateway, _):
+        # They would wait for each other for ever if one came after the other.
+        events = await gateway.warm([item("a"), item("b")], concurrency=2)
+        assert end(events)["failed"] == 2
+
+
+async def test_a_document_is_proven_while_the_next_one_is_computed(tmp_path: Path) -> None:
+    engine, gate = Caching(), asyncio.Event()
+    heads: list[list[int]] = []
+
+    def hold_second(seen: Seen) -> Script | None:
+        if "completions" not in seen.target:
+            return None
+        heads.append(seen.json()["prompt"][: 4 * BLOCK])
+        return None if heads[-1] == heads[0] else [gate, *answer(b"{}", 500)]
+
+    engine.before = hold_second
+    async with warming_over(tmp_path, engine) as (gateway, _):
+        items = [item("first", priority=1), item("second")]
+        body = {"model": "m", "items": items, "concurrency": 1}
+        async with gateway.session.post(gateway.url + "/admin/v1/warm", json=body) as response:
+            async for line in response.content:
+                event = json.loads(line)
+                if event["event"] == "verified":
+                    assert (event["id"], event["warm"]) == ("first", True)
+                    gate.set()
+            assert (event["warm"], event["failed"]) == (1, 1)
