@@ -31,6 +31,7 @@ from gateway.proxy.body import parse_body, read_body
 from gateway.proxy.headers import request_id_from
 from gateway.proxy.responses import error_response, json_response
 from gateway.proxy.rewrite import Rewrite
+from gateway.proxy.transfers import without_transfers
 from gateway.routing.dispatch import Inbound, explain_json
 from gateway.settings import redacted_document
 from gateway.telemetry.exposition import content_type, wants_open_metrics
@@ -264,6 +265,9 @@ class Admin:
             body = orjson.dumps(document)
         # Who may ask this may ask it for anybody.
         name = request.headers.get("x-tenant-id", "")
+        tenant = self._tenancy.named(name)
+        if not tenant.may_transfer:
+            body, document = without_transfers(body, document)
         inbound = Inbound(
             surface,
             document,
@@ -271,7 +275,7 @@ class Admin:
             document["model"],
             tenant=name,
             request_id=request_id_from(request.headers.get("x-request-id")),
-            salt=self._tenancy.named(name).salting(document),
+            salt=tenant.salting(document),
         )
         rewrite = await self._planned(inbound, body)
         decision = self._dispatcher.choose(rewrite.plan)

@@ -28,6 +28,7 @@ from gateway.proxy.delivery import own_lines
 from gateway.proxy.forward import Proxy
 from gateway.proxy.headers import request_id_from
 from gateway.proxy.responses import AiohttpExchange, error_response, json_response
+from gateway.proxy.transfers import without_transfers
 from gateway.routing.bodies import KnownBodies
 from gateway.routing.dispatch import Inbound, Outcome
 from gateway.telemetry.record import RequestRecord
@@ -246,6 +247,13 @@ class Api:
         known = self._bodies.find(tenant.name, surface, body)
         if known is None:
             known = self._bodies.add(tenant.name, surface, body, parse_body(body, surface))
+        if not tenant.may_transfer:
+            kept, document = without_transfers(body, known.document)
+            if kept is not body:
+                body = kept
+                known = self._bodies.find(tenant.name, surface, body) or self._bodies.add(
+                    tenant.name, surface, body, document
+                )
         document = known.document
         inbound = Inbound(
             surface,
@@ -264,6 +272,8 @@ class Api:
     ) -> None:
         """Answer how many tokens a message's prompt has; costs its tenant nothing."""
         document = parse_body(body, "messages")
+        if not tenant.may_transfer:
+            _, document = without_transfers(body, document)
         model = document["model"]
         record.model = model[:MAX_MODEL_CHARS]
         tenant.check_model(model)

@@ -12,6 +12,7 @@ from gateway.protocols.multipart import model_of
 from gateway.protocols.responses import ResponseHomes, readable, routing_text
 from gateway.proxy.body import parse_body
 from gateway.proxy.speech import Speech
+from gateway.proxy.transfers import without_transfers
 from gateway.proxy.ways import MessagesWay, PassedOn, ResponsesWay
 from gateway.routing.dispatch import Inbound
 
@@ -68,6 +69,8 @@ class Asking:
             inbound = _inbound("none", document, exchange, tenant, request_id)
             return Asked(inbound, body, PassedOn(target, None, field))
         document = parse_body(body, "messages" if spec.way == "messages" else "other")
+        if not tenant.may_transfer:
+            body, document = without_transfers(body, document)
         if spec.way == "messages":
             return self._messages(document, target, body, exchange, tenant, request_id)
         if spec.way == "responses":

@@ -23,7 +23,7 @@ Surface = Literal["chat", "completions"]
 # (Python's at about 1,000).
 MAX_DEPTH = 1024
 # Members that decide who is served and how: one value each.
-SINGLE_KEYS = ("model", "stream", "cache_salt", "kv_transfer_params", "warmlane")
+SINGLE_KEYS = ("model", "stream", "cache_salt", "kv_transfer_params", "vllm_xargs", "warmlane")
 _QUOTED = {key: f'"{key}"'.encode() for key in SINGLE_KEYS}
 # How orjson's messages begin (3.13).
 _TOO_DEEP = "depth limit exceeded"

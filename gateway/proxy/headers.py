@@ -34,6 +34,8 @@ _PLAIN_CONNECTION = frozenset((b"", b"keep-alive", b"close"))
 _random = random.Random()
 # Long enough for any tracing scheme, short enough for a log line.
 MAX_REQUEST_ID_CHARS = 128
+# vLLM's connectors for prefill elsewhere connect to the addresses behind these in a request's id.
+_ADDRESS_MARKS = ("___prefill_addr_", "___decode_addr_")
 # Names are chosen by clients, so what is remembered of them must end somewhere.
 _MAX_KNOWN_NAMES = 1000
 
@@ -58,9 +60,11 @@ _returned = _Prefixes(_NOT_RETURNED)
 
 
 def request_id_from(given: str | None) -> str:
-    """Return the client's request id if it is fit for headers and logs, else a new one."""
+    """Return the client's request id if it is fit for headers, logs and engines, else a new one."""
     if given and len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable():
-        return given
+        is_address = any(mark in given for mark in _ADDRESS_MARKS)
+        if not is_address:
+            return given
     # Ids tell requests apart and guard nothing.
     return f"{_random.getrandbits(128):032x}"
 

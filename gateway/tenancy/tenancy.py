@@ -57,6 +57,7 @@ class Tenant:
         salt: Its cache salt; empty = it has none.
         budget: What it may use; None = what it likes.
         may_salt: Whether its requests may bring a salt of their own.
+        may_transfer: Whether they may say where KV comes from and goes to: a trusted peer's only.
     """
 
     name: str = ""
@@ -64,6 +65,7 @@ class Tenant:
     salt: str = ""
     budget: Budget | None = None
     may_salt: bool = False
+    may_transfer: bool = False
 
     def may_use(self, model: str) -> bool:
         """Whether its clients may ask for a model."""
@@ -98,7 +100,7 @@ class Tenant:
         return "" if any(name in body for name in SALT_FIELDS) else None
 
 
-# Whose requests are where no tenant is configured: nothing is asked, counted or changed.
+# Whose requests are where no tenant is configured: nothing is asked or counted.
 NOBODY = Tenant(may_salt=True)
 _UNCOUNTED = Grant()
 
@@ -163,7 +165,8 @@ class Tenancy:
         has_own_keys = any(pool.api_key_env is not None for pool in settings.pools)
         self.keeps_keys = not settings.tenants and not has_own_keys
         self._trusted = {
-            name: replace(tenant, may_salt=True) for name, tenant in self._tenants.items()
+            name: replace(tenant, may_salt=True, may_transfer=True)
+            for name, tenant in self._tenants.items()
         }
 
     def _make(self, config: TenantConfig, secret: bytes) -> Tenant:
@@ -184,12 +187,12 @@ class Tenancy:
         return name in self._tenants
 
     def named(self, name: str) -> Tenant:
-        """Return a tenant as its own clients are it; nobody in particular if it is not there."""
-        return self._tenants.get(name) or self.trusted(name)
+        """Return a tenant as its own clients are it, or as a trusted peer if only that can be."""
+        return self._tenants.get(name) or (self.trusted(name) if name else NOBODY)
 
     def trusted(self, name: str) -> Tenant:
         """Return a tenant as a trusted peer names it, whether it is configured or not."""
-        return self._trusted.get(name) or Tenant(name, may_salt=True)
+        return self._trusted.get(name) or Tenant(name, may_salt=True, may_transfer=True)
 
     def identify(self, exchange: Exchange) -> Tenant:
         """Return whose a request is; before its body is read. A few microseconds.

@@ -27,6 +27,7 @@ VALUES: dict[str, bytes] = {
     "stream": b"true",
     "cache_salt": b'"s"',
     "kv_transfer_params": b'{"max_offload_tokens":0}',
+    "vllm_xargs": b'{"a":1}',
     "warmlane": b'{"session":"s"}',
 }
 
