@@ -32,8 +32,6 @@ MAX_LAST_CHOICES = 8
 _BOUNDARIES = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _BOUNDARY = re.compile(rb"(?:\r\n\r\n|\n\n|\r\r)")
 _NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
-# What ends with an event that has choices has none with usage alone: that one comes behind them.
-_CHOICES_END = b"}]}\n\n"
 _COUNTS = b'"prompt_tokens"'
 _DONE = b"[DONE]"
 # A delta with none but these says that a message begins, not what is in it.
@@ -97,7 +95,7 @@ class StreamObserver:
         self._tail_bytes += size
         if self._tail_bytes > 2 * TAIL_BYTES:
             self._trim()
-        if self._strips_usage and not data.endswith(_CHOICES_END) and _COUNTS in data:
+        if self._strips_usage and _COUNTS in data:
             return _without_usage(data)
         return data
 

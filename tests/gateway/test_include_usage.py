@@ -165,6 +165,18 @@ async def test_usage_of_streams_is_known_without_the_client_asking(path: str) ->
     assert told.endswith(DONE)
 
 
+@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("step", [1, 7, 40, 90, 1000])
+def test_usage_is_left_out_wherever_it_stands_and_however_it_comes(at: int, step: int) -> None:
+    wanted = [ROLE, content("a"), content("b"), FINISH, DONE]
+    data = b"".join([*wanted[:at], COUNTS, *wanted[at:]])
+    observer = StreamObserver(strips_usage=True)
+
+    passed = [observer.feed(data[i : i + step]) for i in range(0, len(data), step)]
+
+    assert b"".join(passed) + observer.rest() == b"".join(wanted)
+
+
 def test_an_error_with_usage_and_no_choices_is_kept() -> None:
     observer = StreamObserver(strips_usage=True)
     error = event(choices=[], usage=usage(1, 1), error={"message": "boom"})
