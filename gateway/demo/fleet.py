@@ -31,8 +31,10 @@ def fleet(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """Start engines and gateway, yield the gateway's process once all are ready, stop all.
 
     Raises:
-        DemoError: If a process stops or is not ready in time; its last words are in the message.
+        DemoError: If the port is taken, or a process stops or is not ready in time; its last words
+            are in the message.
     """
+    _require_free(port)
     ports = _free_ports(3 * len(WORKERS))
     config = folder / "gateway.json"
     config.write_text(json.dumps(_gateway_config(port, ports)))
@@ -45,6 +47,17 @@ def fleet(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
         }
         _wait_ready(f"http://127.0.0.1:{port}", processes, folder)
         yield processes["gateway"]
+
+
+def _require_free(port: int) -> None:
+    """Refuse a port that is taken: a gateway there would answer in place of ours."""
+    with socket.socket() as probe:
+        # As the gateway listens: a port in TIME_WAIT is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise DemoError(f"port {port}: {error.strerror}; --port N picks another one") from error
 
 
 def _gateway_config(port: int, ports: list[int]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,9 @@ from tests.support import free_port
 pytestmark = pytest.mark.slow
 
 
-def run_demo(models: Path) -> subprocess.CompletedProcess[str]:
+def run_demo(models: Path, port: int | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "warmlane", "demo", "--once", "--port", str(free_port())],
+        [sys.executable, "-m", "warmlane", "demo", "--once", "--port", str(port or free_port())],
         capture_output=True,
         text=True,
         timeout=240,
@@ -44,3 +45,13 @@ def test_without_weights_it_says_how_to_get_them(tmp_path: Path) -> None:
 
     assert done.returncode == 1
     assert "make weights" in done.stderr
+
+
+def test_a_port_that_is_taken_is_refused_and_not_taken_for_its_own(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = run_demo(tmp_path, port)
+
+    assert done.returncode == 1
+    assert f"port {port}: Address already in use" in done.stderr
+    assert done.stdout == ""
