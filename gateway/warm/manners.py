@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 # users, which few notice, and a second on a worker that has none.
 BUSY_PIECE_S = 0.1
 IDLE_PIECE_S = 1.0
+# Shorter pieces cost more than they spare: on a CPU, 2,000 tokens in pieces of 1,024 take 1.04
+# times what they take at once, in pieces of 256 1.4 times and of 128 1.6 times. Where there are no
+# users that counts; 1,024 tokens are less than many a user's own prompt.
+MIN_BUSY_TOKENS = 128
+MIN_IDLE_TOKENS = 1024
 # Likewise while the worker's speed is unknown.
 BUSY_PIECE_TOKENS = 256
 IDLE_PIECE_TOKENS = 2048
-# Shorter pieces cost more in requests than they spare.
-MIN_PIECE_TOKENS = 64
 # A worker has users as long as one of them may still be reading the last answer.
 RECENT_S = 20.0
 # Requests that the engine itself queues, as its metrics say: others' traffic that passes us by.
@@ -160,6 +163,7 @@ class Manners:
             all_tokens: The item's.
         """
         is_busy = self._yields and self.has_users()
+        least = MIN_BUSY_TOKENS if is_busy else MIN_IDLE_TOKENS
         model = self._worker.learner.model
         if model is None:
             size = BUSY_PIECE_TOKENS if is_busy else IDLE_PIECE_TOKENS
@@ -169,7 +173,7 @@ class Manners:
             per_token_s = prefill_s(model, 1, done_tokens + 1)
             size = int(limit_s / per_token_s) if per_token_s > 0.0 else all_tokens
         block_size = self._worker.block_size or self._pool.block_size
-        size = max(MIN_PIECE_TOKENS, block_size, size // block_size * block_size)
+        size = max(least, block_size, size // block_size * block_size)
         end = done_tokens + size
         # A short rest goes along.
-        return all_tokens if all_tokens - end < MIN_PIECE_TOKENS else end
+        return all_tokens if all_tokens - end < MIN_BUSY_TOKENS else end
