@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
 from aiohttp import web
+from aiohttp.web_protocol import _ErrInfo
 
 from gateway.errors import BodyTimeout, ExpectationFailed, GatewayError, error_for_status
 from gateway.front.exchange import refusal
@@ -27,6 +28,8 @@ from gateway.sockets import probe_peer
 if TYPE_CHECKING:
     import ssl as ssl_module
     from collections.abc import Callable, Mapping, Sequence
+
+    from aiohttp import StreamReader
 
     from gateway.proxy.rewrite import Rewriter
     from gateway.routing.dispatch import Dispatcher
@@ -253,12 +256,13 @@ class ClientConnection(web.RequestHandler):
     paths, failed expectations. Requests that go well do not pass through it.
     """
 
-    __slots__ = ("_head_s", "_head_timer")
+    __slots__ = ("_head_s", "_head_timer", "_last_body")
 
     def __init__(self, manager: web.Server, *, head_s: float, **options: Any) -> None:
         super().__init__(manager, **options)
         self._head_s = head_s
         self._head_timer: asyncio.TimerHandle | None = None
+        self._last_body: StreamReader | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the socket."""
@@ -267,7 +271,10 @@ class ClientConnection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; those of a head that goes on must become a whole one in time."""
+        num_messages = len(self._messages)
         super().data_received(data)
+        if len(self._messages) > num_messages:
+            self._watch_framing()
         waiter = self._waiter
         is_waiting = not self._request_count or (waiter is not None and not waiter.done())
         if is_waiting and not self._messages:
@@ -282,6 +289,19 @@ class ClientConnection(web.RequestHandler):
         if self._head_timer is not None:
             self._head_timer.cancel()
         super().connection_lost(exc)
+
+    def _watch_framing(self) -> None:
+        """Take note of what was read last; where that is broken, whoever waits for a body hears it.
+
+        aiohttp answers what is broken once the request before it is over, but leaves that one
+        waiting for the rest of its body.
+        """
+        message, body = self._messages[-1]
+        if not isinstance(message, _ErrInfo):
+            self._last_body = body
+        elif self._last_body is not None and not self._last_body.is_eof():
+            self._last_body.set_exception(web.RequestPayloadError("broken framing"))
+            self._lingering_time = 0.0  # nothing that follows can be read
 
     def _head_late(self) -> None:
         transport = self.transport

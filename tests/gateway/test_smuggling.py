@@ -107,6 +107,37 @@ async def test_a_doubtful_chunk_is_refused(body: bytes) -> None:
     await assert_refused(framed(CHUNKED, body=body))
 
 
+TRAILERS = {
+    "chunk goes on": b"2\r\n{}x\r\n",
+    "no colon": b"2\r\n{}\r\n0\r\nx\r\n\r\n",
+    "trailer name not in ASCII": b"2\r\n{}\r\n0\r\ny\xcf: 1\r\n\r\n",
+    "trailer name empty": b"2\r\n{}\r\n0\r\n: 1\r\n\r\n",
+    "NUL in a trailer": b"2\r\n{}\r\n0\r\ny: \x00\r\n\r\n",
+    "bare LF in a trailer": b"2\r\n{}\r\n0\r\ny: 1\n\r\n",
+    "a trailer with a length": b"2\r\n{}\r\n0\r\ncontent-length: 5\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("body", "at"),
+    [(body, 0) for body in CHUNKINGS.values()]
+    + [(body, at) for body in TRAILERS.values() for at in (0, 4)],
+)
+async def test_what_is_broken_behind_the_head_is_refused_at_once(body: bytes, at: int) -> None:
+    """The client waits: it is not left until its body is late."""
+    async with openai_engine() as engine, gateway(engine.url) as gw:
+        client = await RawClient.connect(gw.port)
+        await client.send(framed(CHUNKED, body=body[:at]))
+        await poll_until(lambda: gw.lifecycle.num_running == 1)
+        async with asyncio.timeout(5):
+            await client.send(body[at:] + SECOND)
+            got = await client.rest()
+        await client.close()
+
+    assert re.findall(rb"HTTP/1\.[01] (\d+)", got) == [b"400"]
+    assert engine.seen == []
+
+
 async def assert_refused(data: bytes) -> None:
     """One 400 in shape, the end of the connection, and nothing for any worker."""
     async with openai_engine() as engine, gateway(engine.url) as gw:
