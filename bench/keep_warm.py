@@ -5,9 +5,9 @@
 Two bundled runners and a gateway, all processes of their own. Clients ask about a few documents
 at a fixed rate, whether or not others were answered. There are more documents than one runner's
 cache has room for, so that what the lost one held is wanted there again; it is killed and started
-anew. Both variants get the same questions in the same order at the same times. Counted are the prompt tokens that users'
-requests had to compute on it from the moment it takes requests, with and without ``keep_warm``,
-interleaved. Target: at most half of without.
+anew. Counted are the prompt tokens that users' requests had to compute on it from the moment it
+takes requests, with and without ``keep_warm``, interleaved. Both variants get the same questions in
+the same order at the same times. Target: at most half of without.
 """
 
 from __future__ import annotations
