@@ -2,13 +2,16 @@
 
     python -m bench.warmup --tokenizer models/smollm2
     python -m bench.warmup --tokenizer models/smollm2 --parts floor --documents 100
+    python -m bench.warmup --tokenizer models/smollm2 --parts traffic --mocks
 
 Two bundled runners and the gateway as processes, and the command as an operator types it. Each
 part compares within one run, in turn, so that a shared box weighs on both sides alike.
 
 - ``touches``: the first question about each document, on a cold and on a warmed fleet: prefill
   tokens computed and TTFT.
-- ``traffic``: users' TTFT without and beside a warm-up of new documents.
+- ``traffic``: users' TTFT without and beside a warm-up of new documents. With ``--mocks`` the
+  engines only take their time and no CPU, so that a small or busy box does not slow them down
+  beside each other: what is left is what the warm-up's manners cost.
 - ``floor``: a warm-up of all documents against sending half of them to each runner, with nothing in
   between.
 """
@@ -330,8 +333,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pool-tokens", type=int, default=131_072, help="KV tokens of each runner")
     parser.add_argument("--seed", type=int, default=1)
-    parser.set_defaults(runners=2)
-    asyncio.run(run(parser.parse_args()))
+    parser.add_argument("--mocks", action="store_true", help="timed mock engines, not runners")
+    parser.add_argument("--slowdown", type=float, default=20.0, help="stretches the mocks' times")
+    options = parser.parse_args()
+    options.runners = 0 if options.mocks else 2
+    asyncio.run(run(options))
 
 
 if __name__ == "__main__":
