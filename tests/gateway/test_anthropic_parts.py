@@ -7,11 +7,13 @@ from contextlib import suppress
 from typing import Any
 
 import orjson
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.errors import InvalidRequest, MalformedAnswer
 from gateway.protocols.anthropic import MessageStream, to_chat, to_message
+from gateway.protocols.anthropic.answer import input_of
 from gateway.protocols.anthropic.stream import MAX_KEPT_CHARS
 from gateway.protocols.multipart import model_of
 from gateway.protocols.responses import ResponseHomes, readable, routing_text
@@ -127,6 +129,39 @@ def test_any_mixture_of_calls_becomes_whole_blocks_in_order(
     assert {name: json.loads(arguments[index]) for index, name in names.items()} == {
         f"f{k}": given for k, given in enumerate(inputs)
     }
+
+
+@pytest.mark.parametrize("step", [1, 2, 100])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '"look_up"',
+        "null",
+        "[1]",
+        "5",
+        '\u00a0{"a":1}',
+        'of "x"\n\u00e9\\',
+        ' \n{"a": "\u00e9"}',
+        "",
+    ],
+)
+def test_arguments_that_are_no_object_are_streamed_as_a_whole_answer_has_them(
+    arguments: str, step: int
+) -> None:
+    """Clients read whatever is streamed as an object, and fail on anything else."""
+    pieces = [arguments[i : i + step] for i in range(0, len(arguments), step)]
+    stream = MessageStream(model="m")
+    out = stream.feed(call(0, "", id="a", name="f"))
+    out += b"".join(stream.feed(call(0, piece)) for piece in pieces)
+    out += stream.feed(call(1, "{}", id="b", name="g")) + stream.end()
+    told = [orjson.loads(line[6:]) for line in out.splitlines() if line.startswith(b"data: ")]
+    inputs = ["", ""]
+    for document in told:
+        if document["type"] == "content_block_delta":
+            inputs[document["index"]] += document["delta"]["partial_json"]
+
+    assert json.loads(inputs[0] or "{}") == input_of(arguments)
+    assert inputs[1] == "{}"
 
 
 def test_calls_that_wait_are_bounded() -> None:

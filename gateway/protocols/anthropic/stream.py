@@ -23,16 +23,23 @@ if TYPE_CHECKING:
 # Arguments of tool calls that are kept: of those that wait, and of the open one, to see whether it
 # is complete. Calls are a few KB; a file that is written by one may be some hundred.
 MAX_KEPT_CHARS = 4 << 20
+# Around arguments that are no object.
+_SPACE = " \t\r\n"
+_TEXT_BEGINS, _TEXT_ENDS = '{"arguments":"', '"}'
 
 
 @dataclass(slots=True)
 class _Call:
-    """A tool call; ``pieces`` are its arguments so far, ``num_sent`` of them are out."""
+    """A tool call; ``pieces`` are its arguments so far, ``num_sent`` of them are out.
+
+    ``is_text`` are arguments that begin as no JSON object does; None while they have not begun.
+    """
 
     id: str
     name: str
     pieces: list[str] = field(default_factory=list)
     num_sent: int = 0
+    is_text: bool | None = None
 
     def is_complete(self) -> bool:
         try:
@@ -166,10 +173,18 @@ class MessageStream:
         self._open_call = number
 
     def _send_call(self, call: _Call) -> None:
-        rest = call.pieces[call.num_sent :]
+        rest = "".join(call.pieces[call.num_sent :])
+        begins = call.is_text is None
+        if begins and (seen := rest.lstrip(_SPACE)):
+            call.is_text = not seen.startswith("{")
+        if call.is_text is None:
+            return
+        call.num_sent = len(call.pieces)
+        if call.is_text:
+            # Clients read an object: it stands where ``input_of`` puts it in a whole answer.
+            rest = _TEXT_BEGINS * begins + orjson.dumps(rest).decode()[1:-1]
         if rest:
-            call.num_sent = len(call.pieces)
-            self._delta({"type": "input_json_delta", "partial_json": "".join(rest)})
+            self._delta({"type": "input_json_delta", "partial_json": rest})
 
     def _close_calls(self) -> None:
         """Send the calls that wait, one after the other."""
@@ -220,6 +235,8 @@ class MessageStream:
     def _close(self) -> None:
         if not self._open:
             return
+        if self._open_call is not None and self._calls[self._open_call].is_text:
+            self._delta({"type": "input_json_delta", "partial_json": _TEXT_ENDS})
         self._say("content_block_stop", index=self._index)
         self._open = ""
         if self._open_call is not None:
