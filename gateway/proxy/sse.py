@@ -222,7 +222,7 @@ def _without_usage(data: bytes) -> bytes:
 
 
 def _is_usage_only(event: bytes) -> bool:
-    if _NO_CHOICES.search(event) is None:
+    if _COUNTS not in event or _NO_CHOICES.search(event) is None:
         return False
     found = list(documents(event))
     return (

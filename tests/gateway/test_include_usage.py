@@ -177,6 +177,17 @@ def test_usage_is_left_out_wherever_it_stands_and_however_it_comes(at: int, step
     assert b"".join(passed) + observer.rest() == b"".join(wanted)
 
 
+@pytest.mark.parametrize("step", [1, 40, 1000])
+def test_what_counts_no_prompt_is_no_usage_beside_one_either(step: int) -> None:
+    other = event(choices=[], usage={"completion_tokens": 2})
+    data = ROLE + other + COUNTS + DONE
+    observer = StreamObserver(strips_usage=True)
+
+    passed = [observer.feed(data[i : i + step]) for i in range(0, len(data), step)]
+
+    assert b"".join(passed) == ROLE + other + DONE
+
+
 def test_an_error_with_usage_and_no_choices_is_kept() -> None:
     observer = StreamObserver(strips_usage=True)
     error = event(choices=[], usage=usage(1, 1), error={"message": "boom"})
