@@ -29,8 +29,6 @@ from tests.e2e.fleet import Process, Runner, document, make_runner, wait_for, wo
 from tests.support import free_port
 
 TARGET = 0.5
-# Requests a second, evenly: two runners on a busy box keep up with it, cold documents included.
-RATE_PER_S = 1.0
 # About 700 tokens: eight are more than one runner has room for, and fit into two.
 RULES = 27
 POOL_TOKENS = 3072
@@ -80,10 +78,11 @@ def kept(gateway: Process) -> list[dict[str, Any]]:
 class Load:
     """Questions about documents at a fixed rate until they are stopped."""
 
-    def __init__(self, url: str, names: list[str], seed: int) -> None:
+    def __init__(self, url: str, names: list[str], seed: int, rate_per_s: float) -> None:
         self.answers: list[tuple[float, str, int, int, float]] = []
         self.num_failed = 0
         self._url = url
+        self._rate_per_s = rate_per_s
         self._documents = {name: document(name, RULES) for name in names}
         self._random = random.Random(seed)
         self._client = httpx.AsyncClient(timeout=120)
@@ -121,7 +120,7 @@ class Load:
         async with asyncio.TaskGroup() as asking:
             while True:
                 asking.create_task(self.ask(self._random.choice(names)))
-                next_s += 1 / RATE_PER_S
+                next_s += 1 / self._rate_per_s
                 await asyncio.sleep(max(0.0, next_s - time.monotonic()))
 
     async def close(self) -> None:
@@ -135,7 +134,7 @@ async def one(folder: Path, name: str, runners: list[Runner], options: Any, *, k
     gateway = start_gateway(folder, name, runners, keeps=keeps)
     # The same for both variants of a pair, so that they are at home on the same workers.
     names = [f"{name[-1]}-{k}" for k in range(options.documents)]
-    load = Load(gateway.url, names, seed=7)
+    load = Load(gateway.url, names, seed=7, rate_per_s=options.rate)
     try:
         for _ in range(3):
             for each in names:
@@ -209,6 +208,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--pairs", type=int, default=2)
+    # Two runners on a busy box keep up with it, cold documents included.
+    parser.add_argument("--rate", type=float, default=1.0, help="requests a second")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--model", default="models/smollm2")
     asyncio.run(measure(parser.parse_args()))
