@@ -20,7 +20,11 @@ NAMED = re.compile(r"`((?:gateway|prefix_index|runner|warmup|bench|tests|docs|de
 LINKED = re.compile(r"\]\(([^)#:]+)\)")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+# The changelog names what is gone, too.
+TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]
+
+
+@pytest.mark.parametrize("page", TODAY, ids=str)
 def test_files_named_on_a_page_exist(page: Path) -> None:
     text = (ROOT / page).read_text()
 
