@@ -37,6 +37,7 @@ class Known:
         num_messages: Messages in the body; 0 for completions.
         reader: What read it.
         finished_s: When its answer was complete (monotonic): from then on it can be hit.
+        salt: Cache salt with which it was forwarded, which the body need not have.
     """
 
     scope: Scope
@@ -46,6 +47,7 @@ class Known:
     num_messages: int
     reader: PromptReader | None
     finished_s: float
+    salt: str = ""
 
     @classmethod
     def from_plan(cls, plan: Plan, prompt: Prompt, finished_s: float) -> Known:
@@ -59,6 +61,7 @@ class Known:
             num_messages(body),
             plan.pool.reader,
             finished_s,
+            plan.inbound.cache_salt,
         )
 
     @property

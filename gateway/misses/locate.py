@@ -185,9 +185,8 @@ def _tools_come_first(known: Known, twin: Known, token: int) -> bool:
     if known.reader is None:
         return False
     body = {**known.body, "tools": twin.body.get("tools")}
-    salt = body.get("cache_salt")
     try:
-        draft = known.reader.chat(body, salt=salt if isinstance(salt, str) else "")
+        draft = known.reader.chat(body, salt=known.salt)
         ids = draft.complete().token_ids
     except (TemplateRefusedError, TypeError, ValueError):
         return False

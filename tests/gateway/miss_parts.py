@@ -98,6 +98,7 @@ class Shop:
         tenant: str = "",
         headers: dict[str, str] | None = None,
         request_id: str = "",
+        salt: str | None = None,
         **body: Any,
     ) -> Served:
         """Serve one request as an engine with a prefix cache would."""
@@ -112,6 +113,7 @@ class Shop:
             "m",
             tenant=tenant,
             request_id=request_id,
+            salt=salt,
         )
         plan = await self.routes.plan(self.pool, inbound, in_full=True)
         assert plan.prompt is not None, plan.unread

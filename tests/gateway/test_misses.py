@@ -443,6 +443,24 @@ async def test_a_report_can_be_closed_in_the_middle() -> None:
     assert shop.report._task is None
 
 
+async def test_what_a_report_reads_for_itself_stays_within_its_tenants_salt() -> None:
+    """How soon a text is read tells whether it was read before."""
+    shop = Shop()
+    tools = [tool(f"look_up_{n}", note={"const": "x" * 200}) for n in range(9)]
+    for turn in range(3):
+        system = message("system", f"{turn} " + HANDBOOK)
+        both = [system, message("user", "q")]
+        offered = [*tools[:5], tools[5 + turn]]
+        await shop.serve(both, tenant="t", salt="ours", tools=offered)
+    await shop.report.settled()
+
+    assert shop.report.report()["causes"]
+    assert shop.pool.reader is not None
+    mixed = {"model": "m", "messages": both, "tools": [*tools[:5], tools[6]]}
+    assert shop.pool.reader.chat(mixed, salt="ours").unknown_chars == 0
+    assert shop.pool.reader.chat(mixed).unknown_chars > len(HANDBOOK)
+
+
 def test_shared_blocks_is_the_common_beginning() -> None:
     left = [bytes([n]) for n in range(50)]
     for common in range(51):
