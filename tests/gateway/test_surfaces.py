@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
+import yaml
 
 from gateway.pass_through import check_pass_through
 from gateway.protocols.multipart import model_of
@@ -17,6 +19,8 @@ from gateway.routing.pool import Pool
 from tests.fakes.engine import End, RawEngine, Script, Seen, answer, chunk, event, head, stream
 from tests.fakes.gateway import gateway, worker
 from tests.support import poll_until
+
+DESCRIPTION = Path(__file__).parent.parent / "data" / "openapi.yaml"
 
 RESPONSES = "/v1/responses"
 FORM = "multipart/form-data; boundary=b7"
@@ -46,6 +50,22 @@ def test_no_configured_path_may_administer_engines_or_mean_two_things() -> None:
     assert found.find("/v1/images/edits") == found.find("/v1/pooling")
     assert found.find("/v1/images/sleep") is None
     assert found.find("/v1/completions") is SURFACES["/v1/completions"]
+
+
+async def test_the_description_names_every_path_and_what_each_asks_for() -> None:
+    """``bench/fuzz_schema.py`` holds the gateway to it, with a tool of its own environment."""
+    paths = yaml.safe_load(DESCRIPTION.read_text())["paths"]
+    posts = {path: item["post"] for path, item in paths.items() if "post" in item}
+    assert posts.keys() == SURFACES.keys()
+    required = {"Messages": "messages", "Prompt": "prompt", "Any": "model"}
+    async with RawEngine(lambda _: answer(b"{}")) as engine, gateway(engine.url) as gw:
+        for path, post in posts.items():
+            name = required[post["requestBody"]["$ref"].rpartition("/")[2]]
+            whole = {"model": "m", "messages": [], "prompt": ""}
+            status, body, _ = await gw.post(path, {k: v for k, v in whole.items() if k != name})
+            assert (status, f"'{name}'" in json.loads(body)["error"]["message"]) == (400, True)
+        for path in paths.keys() - posts.keys():
+            assert (await gw.get(path.replace("{model}", "m")))[0] == 200
 
 
 @pytest.mark.parametrize(
