@@ -227,13 +227,14 @@ def workers_drain(
 def config_check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Say whether the configuration can be used; errors name file and line."""
     from gateway.settings import ConfigError, load
-    from gateway.unsupported import unsupported
+    from gateway.unsupported import files_not_here, unsupported
 
     errors: list[str] = []
     warnings: list[str] = []
     try:
         settings, _ = load(config)
         errors, warnings = unsupported(settings)
+        warnings += files_not_here(settings)
     except ConfigError as error:
         errors = str(error).splitlines()
     if as_json:

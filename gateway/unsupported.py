@@ -2,11 +2,14 @@
 
 A feature that protects somebody, or without which nothing would be served, is an error when it is
 asked for; one whose absence only costs speed is a warning.
+
+And which files that a configuration names are not on this machine.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,6 +35,31 @@ def unsupported(settings: Settings) -> tuple[list[str], list[str]]:
                 f"pools[{pool.name}].keep_warm: nothing can be warmed again without store: true"
             )
     return errors, warnings
+
+
+def files_not_here(settings: Settings) -> list[str]:
+    """Return a warning for each file without which the gateway would not start on this machine.
+
+    No errors: a configuration may be checked elsewhere than it is used.
+    """
+    named: dict[str, str | None] = {
+        "server.tls.cert": settings.server.tls.cert,
+        "server.tls.key": settings.server.tls.key,
+    }
+    for pool in settings.pools:
+        at = f"pools[{pool.name}]"
+        folder = pool.tokenizer
+        named[f"{at}.tokenizer"] = None if folder is None else str(Path(folder, "tokenizer.json"))
+        named[f"{at}.template"] = pool.template
+        if any(worker.url.startswith("https:") for worker in pool.workers):
+            named[f"{at}.worker_ca"] = pool.worker_ca
+    for tenant in settings.tenants:
+        named[f"tenants[{tenant.name}].keys_file"] = tenant.keys_file
+    return [
+        f"{key}: no file {path} on this machine, without which the gateway does not start"
+        for key, path in named.items()
+        if path is not None and not Path(path).is_file()
+    ]
 
 
 def _pool_errors(pool: PoolConfig) -> Iterator[str]:

@@ -49,6 +49,15 @@ def test_config_check_speaks_json(config: Path) -> None:
     assert (done.returncode, answer["ok"], len(answer["errors"])) == (1, False, 1)
 
 
+def test_config_check_warns_of_a_file_that_a_start_here_would_miss(config: Path) -> None:
+    config.write_text(CONFIG.replace("models: [m],", "models: [m], tokenizer: /no,"))
+
+    done = warmlane("config", "check", "--config", str(config))
+
+    assert (done.returncode, done.stdout) == (0, "ok\n")
+    assert "warning: pools[chat].tokenizer: no file /no/tokenizer.json" in done.stderr
+
+
 def test_config_show_names_the_source_of_each_value(config: Path) -> None:
     done = warmlane("config", "show", "--config", str(config))
 

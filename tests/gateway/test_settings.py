@@ -9,7 +9,7 @@ import pytest
 from gateway.config import Settings, check_redis_url
 from gateway.config.section import check_worker_url
 from gateway.settings import ConfigError, describe, load
-from gateway.unsupported import unsupported
+from gateway.unsupported import files_not_here, unsupported
 
 MINIMAL = """\
 server: {port: 9000}
@@ -305,3 +305,28 @@ def test_the_schema_is_closed_everywhere() -> None:
 
     sections = [schema, *schema["$defs"].values()]
     assert all(s["additionalProperties"] is False for s in sections if s["type"] == "object")
+
+
+@pytest.mark.parametrize(
+    ("section", "keys"),
+    [
+        ("server: {tls: {cert: /no/c, key: /no/k}}", ["server.tls.cert", "server.tls.key"]),
+        ("tenants: [{name: a, keys_file: /no/file}]", ["tenants[a].keys_file"]),
+        ("tokenizer: /no", ["pools[chat].tokenizer"]),
+        ("template: /no/file", ["pools[chat].template"]),
+        ("worker_ca: /no/file", ["pools[chat].worker_ca"]),
+        ("weight: 1", []),
+    ],
+)
+def test_files_without_which_a_start_here_fails_are_named(
+    tmp_path: Path, section: str, keys: list[str]
+) -> None:
+    of_pool = "" if section.startswith(("server", "tenants")) else f", {section}"
+    worker = 'workers: [{id: w0, url: "https://h:1"}]'
+    text = f"pools: [{{name: chat, models: [m], {worker}{of_pool}}}]\n"
+    path = tmp_path / "config.yaml"
+    path.write_text(text if of_pool else text + section)
+
+    warnings = files_not_here(load(str(path), environ={})[0])
+
+    assert [warning.split(": ")[0] for warning in warnings] == keys
