@@ -165,9 +165,12 @@ class Delivery:
         observer = observer_for(hearing.markers, strips_usage=hearing.strips_usage)
         translation = hearing.translation
         events = None if translation is None else translation.events()
-        if b"\r\ncache-control:" not in b"\r\n" + lines.lower():
+        said = b"\r\n" + lines.lower()
+        if b"\r\ncache-control:" not in said:
             lines += b"cache-control: no-cache\r\n"
-        send = send_plain = self._begin(lines + b"x-accel-buffering: no\r\n", None)
+        if b"\r\nx-accel-buffering: no\r\n" not in said:
+            lines += b"x-accel-buffering: no\r\n"
+        send = send_plain = self._begin(lines, None)
         feed = observer.feed
         is_waiting = True
 

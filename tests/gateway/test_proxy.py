@@ -122,6 +122,18 @@ async def test_every_answer_says_what_the_gateway_took_and_explains_on_request()
     assert explained.headers["x-warmlane-hit-tokens"] == "0"
 
 
+async def test_what_a_worker_says_against_buffering_is_not_said_twice() -> None:
+    said = b"cache-control: no-cache\r\nX-Accel-Buffering: no\r\n"
+    async with RawEngine() as engine, gateway(engine.url) as gw:
+        head, *rest = stream(ROLE, content("ok"), FINISH, DONE)
+        assert isinstance(head, bytes)
+        engine.scripts.append([head.replace(b"\r\n\r\n", b"\r\n" + said + b"\r\n"), *rest])
+        _, _, response = await gw.post(body=chat(stream=True))
+
+    assert response.headers.getall("cache-control") == ["no-cache"]
+    assert response.headers.getall("x-accel-buffering") == ["no"]
+
+
 async def test_a_stream_passes_unchanged_and_is_accounted() -> None:
     counts = event(id="x", choices=[], usage=usage(100, 2, 64))
     pieces = [
