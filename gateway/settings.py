@@ -221,6 +221,8 @@ def _explain(error: ValidationError, layered: Layered) -> str:
             text = f"unknown key {location[-1]!r}"
         elif problem["type"] == "missing":
             text = "is required"
+        elif problem["type"] == "too_short":
+            text = f"expected {problem['ctx']['min_length']} at least"
         elif problem["type"] == "union_tag_not_found":
             text = "needs a type"
         elif problem["type"] == "union_tag_invalid":

@@ -330,3 +330,11 @@ def test_files_without_which_a_start_here_fails_are_named(
     warnings = files_not_here(load(str(path), environ={})[0])
 
     assert [warning.split(": ")[0] for warning in warnings] == keys
+
+
+def test_a_list_that_is_too_short_is_told_in_words_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("pools: []\n")
+
+    with pytest.raises(ConfigError, match=r":1: pools: expected 1 at least$"):
+        load(str(path), environ={})
