@@ -6,9 +6,11 @@ Starts the same commands a user would, talks to them over HTTP only, and stops t
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 from gateway.demo.client import run_workload
 from gateway.demo.fleet import MODEL, WORKERS, DemoError, fleet
@@ -23,6 +25,10 @@ def run(*, port: int, once: bool) -> int:
     Raises:
         DemoError: If the engines or the gateway do not come up or refuse a request.
     """
+    # `kill` and a closed terminal end it as Ctrl-C does: its engines must not outlive it.
+    for end in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(end) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(end, _interrupt)
     base = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory(prefix="warmlane-demo-") as folder:
         _say(f"starting {len(WORKERS)} engines and the gateway on port {port} ...")
@@ -37,6 +43,10 @@ def run(*, port: int, once: bool) -> int:
             with contextlib.suppress(KeyboardInterrupt):
                 gateway.wait()
     return 0
+
+
+def _interrupt(_signum: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _say(text: str) -> None:

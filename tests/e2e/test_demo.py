@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -55,3 +58,34 @@ def test_a_port_that_is_taken_is_refused_and_not_taken_for_its_own(tmp_path: Pat
     assert done.returncode == 1
     assert f"port {port}: Address already in use" in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_its_engines_end_with_it(smollm2_dir: Path, end: signal.Signals) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "warmlane", "demo", "--port", str(port)]
+    env = {**os.environ, "WARMLANE_MODELS_DIR": str(smollm2_dir.parent)}
+    with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as demo:
+        deadline_s = time.monotonic() + 60
+        while not is_listening(port) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        children = children_of(demo.pid)
+        demo.send_signal(end)
+        demo.wait(40)
+
+    assert len(children) == 3
+    assert [child for child in children if Path(f"/proc/{child}").exists()] == []
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if f"\nPPid:\t{pid}\n" in status.read_text():
+                found.append(int(status.parent.name))
+    return found
