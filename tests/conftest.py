@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+from hypothesis import settings
 
 from runner.config import PoolSize, RunnerConfig
 from runner.fetch import fetch
@@ -18,6 +19,10 @@ from tests.live_runner import LiveRunner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("warmlane", deadline=None)
+settings.load_profile("warmlane")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
