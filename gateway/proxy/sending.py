@@ -7,6 +7,7 @@ long prefill is not a dead worker. Every attempt's ticket is finished, whatever 
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.errors import (
@@ -323,7 +324,7 @@ class Sending:
         if other is not None:
             return other
         raise WorkerFailed(
-            f"Worker {ticket.worker.id} could not be reached or broke off: {error}.",
+            f"Worker {ticket.worker.id} could not be reached or broke off: {_reason(error)}.",
             code="worker_unreachable",
             should_retry=False if self._is_spent else None,
         ) from error
@@ -354,6 +355,17 @@ def _is_last_resort(decision: Decision) -> bool:
     if decision.worker is None:
         return True
     return decision.input.candidates[decision.position].why == "panic"
+
+
+def _reason(error: UpstreamError) -> str:
+    """Return why an attempt failed, without the worker's address: that is no client's business."""
+    if not isinstance(error, ConnectFailed):
+        return str(error)
+    cause = error.__cause__
+    if isinstance(cause, TimeoutError):
+        return "no connection in time"
+    number = cause.errno if isinstance(cause, OSError) else None
+    return os.strerror(number).lower() if number else "no connection"
 
 
 def _note(record: RequestRecord, ticket: Ticket, plan: Plan) -> None:
