@@ -162,6 +162,7 @@ def join_tiers(
         peers=stores.peers,
         observer=observer,
         clock=clock,
+        wake=wake,
     )
     storer = Storer(
         own,

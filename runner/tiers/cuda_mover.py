@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from runner.kvpool import KvPool
     from runner.ops.cuda.streams import GroupedLoad, PoolOrder, StreamApi
+    from runner.tiers.types import GroupMover
 
 # A block's layers come in this many pieces where layers are waited for one group at a time: an 8B
 # model's are 512 KiB then, still long enough for the full rate of a copy.
@@ -30,11 +31,13 @@ class CudaBlockMover:
 
     Attributes:
         block_bytes: Of one block, all layers, keys and values.
+        groups: Itself.
     """
 
     def __init__(self, kv: KvPool, order: PoolOrder, api: StreamApi) -> None:
         """Take pinned memory for blocks whose host memory is not pinned."""
         self.block_bytes = kv.block_bytes
+        self.groups: GroupMover | None = self
         # The pool's memory as bytes, one row per block.
         self._rows = kv.data.view(torch.uint8).view(-1, self.block_bytes)
         self._order = order
@@ -66,17 +69,17 @@ class CudaBlockMover:
             staged.numpy()[:] = host.numpy()
             self._order.load(self._rows[block], staged)
 
-    def begin_in(self, sources: Sequence[memoryview], blocks: Sequence[int]) -> GroupedLoad:
-        """Begin to copy pinned memory into reserved blocks, first layers of all blocks first.
+    def begin_in(self, sources: Sequence[memoryview], blocks: Sequence[int]) -> GroupedLoad | None:
+        """Begin to copy host memory into reserved blocks, first layers of all blocks first.
 
-        The sources must stay as they are until ``PoolOrder.wait_for`` returns.
+        The sources must stay as they are until ``wait_for`` returns.
 
-        Raises:
-            ValueError: If a source is not pinned.
+        Returns:
+            The load; None if a source is not pinned: nothing has begun then.
         """
         hosts = [_tensor(source) for source in sources]
         if not all(self._api.is_pinned(host) for host in hosts):
-            raise ValueError("layer groups are copied from pinned memory only")
+            return None
         rows = [self._rows[block] for block in blocks]
         size = self._group_bytes
         groups = [
@@ -87,6 +90,14 @@ class CudaBlockMover:
             for at in range(0, self.block_bytes, size)
         ]
         return self._order.load_groups(groups, self._first_layers)
+
+    def wait_for(self, copy: GroupedLoad) -> None:
+        """Block until all of a load is there; transfer threads."""
+        self._order.wait_for(copy)
+
+    def announce(self, copy: GroupedLoad) -> None:
+        """Let the next step use what is still being loaded; engine thread only."""
+        self._order.announce(copy)
 
     @contextmanager
     def _staging(self) -> Iterator[torch.Tensor]:

@@ -35,6 +35,9 @@ MAX_PIECE_BLOCKS = 64
 # A pin outlives its load's deadline by this much before it counts as forgotten.
 LEASE_SLACK_S = 5.0
 
+# Loads that are expected to take less are over before a copy by layer groups hides anything.
+MIN_GROUPED_S = 0.002
+
 # Remembered are the outcomes of as many requests as can be in an engine at a time.
 MAX_OWNERS = 4096
 
@@ -63,6 +66,7 @@ class Loader:
         peers: PeerStore | None,
         observer: TransferObserver,
         clock: Callable[[], float],
+        wake: Callable[[], None],
     ) -> None:
         """Use ``build_tiers``."""
         self._tiers = tiers
@@ -75,6 +79,8 @@ class Loader:
         self._peer_urls = frozenset(peers.figures()) if peers is not None else frozenset()
         self._observer = observer
         self._clock = clock
+        self._wake = wake
+        self._is_next_step_held = False
         self._num_plans = 0
         self._planned: dict[str, _Planned] = {}
         self._loads: dict[int, tuple[Load, GainDecision]] = {}
@@ -131,12 +137,32 @@ class Loader:
                 piece.lease = piece.tier.leases.take(
                     plan.query.owner, "load", deadline_s + LEASE_SLACK_S, slots
                 )
-            read = self._reader_of(piece.tier, planned.decision.source)
-            settle = partial(self._settle, load, piece, planned.decision.source)
-            piece.tier.reader.submit(piece.make_job(read, self._mover, deadline_s, settle))
+            piece.tier.reader.submit(self._job(load, piece, planned.decision))
         self._gain.pricing.overhead.observe_submit(
             len(planned.decision.runs), self._clock() - started_s
         )
+
+    def _job(self, load: Load, piece: Piece, decision: GainDecision) -> Job:
+        read = self._reader_of(piece.tier, decision.source)
+        settle = partial(self._settle, load, piece, decision.source)
+        groups = self._mover.groups
+        if groups is None or piece.tier.name != "cpu" or not self._hides(load, decision):
+            return piece.make_job(read, self._mover, load.deadline_s, settle)
+        return piece.make_grouped_job(
+            read, self._mover, groups, load.deadline_s, settle, self._wake
+        )
+
+    def _hides(self, load: Load, decision: GainDecision) -> bool:
+        """Whether a load is long enough, and what is computed after it, to hide a part of it."""
+        query = load.plan.query
+        loaded_tokens = (query.first_block + load.plan.num_blocks) * self._block_size
+        has_tail = query.prompt_tokens - loaded_tokens >= self._block_size
+        return has_tail and decision.restore_s > MIN_GROUPED_S
+
+    def was_step_held(self) -> bool:
+        """Whether the step just computed waited for a load; asked once after each."""
+        was_held, self._is_next_step_held = self._is_next_step_held, False
+        return was_held
 
     def cancel(self, owner: str) -> None:
         """Forget a request; its load ends soon."""
@@ -236,6 +262,7 @@ class Loader:
         """Take note that a piece's thread is done with it, even if it was closed before."""
         tier, now_s = piece.tier, self._clock()
         outcome = piece.end()
+        _release(piece)
         num_bytes = piece.num_done * self._mover.block_bytes
         transfers = self._gain.pricing.transfers
         if num_bytes:
@@ -261,8 +288,7 @@ class Loader:
         for piece in load.pieces:
             if piece.job is not None:
                 piece.tier.reader.withdraw(piece.job)
-            if piece.lease is not None and piece.tier.leases is not None:
-                piece.tier.leases.release(piece.lease)
+            self._let_go(piece)
         blocks_by_tier = self._arrived(load)
         num_blocks = sum(blocks_by_tier.values())
         short = load.first_short
@@ -281,6 +307,16 @@ class Loader:
         if outcome == "done" and ended_s:
             self._gain.pricing.overhead.observe_turn(now_s - max(ended_s))
         return done
+
+    def _let_go(self, piece: Piece) -> None:
+        """End a piece's pin, unless the device still copies from there: then at its end."""
+        if piece.outcome is not None:
+            _release(piece)
+            return
+        under_way, groups = piece.under_way, self._mover.groups
+        if under_way is not None and groups is not None:
+            groups.announce(under_way)
+            self._is_next_step_held = True
 
     def _arrived(self, load: Load) -> dict[TierName, int]:
         """Count the leading blocks that came, by tier, and announce what was not yet."""
@@ -309,6 +345,11 @@ class Loader:
             if entry is not None and not entry.is_announced:
                 entry.is_announced = True
                 self._announcer.stored(tier.name, query.chain, at)
+
+
+def _release(piece: Piece) -> None:
+    if piece.lease is not None and piece.tier.leases is not None:
+        piece.tier.leases.release(piece.lease)
 
 
 def _record(chain: BlockChain, index: int) -> BlockRecord:

@@ -166,6 +166,9 @@ class TierManager:
         self, num_tokens: int, attended_tokens: int, decode_rows: int, elapsed_s: float
     ) -> None:
         """Learn from one step of the engine; see ``Tiers.observe_step``."""
+        if self._loader.was_step_held():
+            # It says what the copy took, not what computing does.
+            return
         self._parts.gain.pricing.steps.observe(num_tokens, attended_tokens, decode_rows, elapsed_s)
 
     def why_missing(self, owner: str, key: KvKey) -> Literal["cold", "evicted", "gated", "failed"]:

@@ -9,6 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from runner.kvpool import KvPool
+    from runner.tiers.types import GroupMover
 
 
 class CpuBlockMover:
@@ -20,9 +21,11 @@ class CpuBlockMover:
 
     Attributes:
         block_bytes: Of one block, all layers, keys and values.
+        groups: None: there is nothing that a step could go on beside.
     """
 
     def __init__(self, kv: KvPool) -> None:
+        self.groups: GroupMover | None = None
         self.block_bytes = kv.block_bytes
         # The pool's memory as bytes, one row per block.
         self._rows = kv.data.view(torch.uint8).view(-1, self.block_bytes).numpy()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from runner.kvkeys import BlockChain, KvKey
@@ -92,6 +92,8 @@ class BlockMover(Protocol):
     """
 
     block_bytes: int
+    groups: GroupMover | None
+    """None where a copy is done when it returns, as in host memory."""
 
     def copy_out(self, block: int, target: memoryview) -> None:
         """Copy a pinned block of the pool into ``target``."""
@@ -99,6 +101,28 @@ class BlockMover(Protocol):
 
     def copy_in(self, source: memoryview, block: int) -> None:
         """Copy bytes into a block reserved for loading; done when this returns."""
+        ...
+
+
+class GroupMover(Protocol):
+    """Copies into the pool that a step may begin to use before they are done, layer by layer."""
+
+    def begin_in(self, sources: Sequence[memoryview], blocks: Sequence[int]) -> Any | None:
+        """Begin to copy host memory into blocks reserved for loading; transfer threads.
+
+        The sources must stay as they are until ``wait_for`` returns.
+
+        Returns:
+            The copy, for the other two; None if the device cannot copy from this memory by itself.
+        """
+        ...
+
+    def wait_for(self, copy: Any) -> None:
+        """Block until all of a copy is in the pool; transfer threads."""
+        ...
+
+    def announce(self, copy: Any) -> None:
+        """Let the next step wait for a copy, each layer for its own part; engine thread only."""
         ...
 
 

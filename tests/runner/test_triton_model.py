@@ -18,6 +18,7 @@ from runner.tiers.assemble import build_tiers
 from runner.tiers.options import TierOptions
 from runner.weights import load_model
 from tests.runner.driver import Driver
+from tests.runner.test_tiers_overlap import Lazy
 from tests.runner.triton_parts import DEVICE, gpu_ops
 
 PROMPT = [(17 * at + 5) % 97 for at in range(43)]
@@ -121,6 +122,36 @@ def test_an_engine_gives_the_cpus_tokens_cold_and_warm_and_after_preemption(
         assert driver.cached_tokens(asked[-1]) == 32
         answers.append([driver.tokens(request) for request in asked])
     assert answers[1] == answers[0]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU is not as late as it may be")
+def test_every_layer_waits_for_its_part_of_a_load_before_it_reads_or_writes_the_pool(
+    tiny: Model, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runner.ops.cuda.ops import CudaOps
+
+    api: Any = Lazy()
+    monkeypatch.setattr(
+        "runner.weights.open_gpu",
+        lambda config, dtype, attention: CudaOps(config, dtype, DEVICE, api, None),
+    )
+    model = load_model(tiny_dir, "float32", 1, device="cuda")
+    pool, known = (each.new_pool(4, 16) for each in (model, tiny))
+    # The first of the two steps does not sample: the last layer writes and does not read.
+    steps = [Chunk(PROMPT[16:32], 16, [0, 1], False), Chunk(PROMPT[32:], 32, [0, 1, 2], True)]
+    expected = [tiny.forward([at], known)[0] for at in (Chunk(PROMPT[:16], 0, [0], True), *steps)]
+    api.be_lazy(True)
+    mover = pool.new_mover()
+    # The prefix, and what nobody wants any more: it was for a block that has got a new owner.
+    good = memoryview(known.data[0].view(torch.uint8).reshape(-1).numpy())
+    stale = memoryview(bytearray(b"\x40") * mover.block_bytes)
+    for source, block in ((stale, 1), (good, 0)):
+        mover.announce(mover.begin_in([source], [block]))
+    got = [model.forward([chunk], pool)[0] for chunk in steps]
+
+    torch.testing.assert_close(got[-1], expected[-1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(pool.data[:2], known.data[:2], atol=1e-5, rtol=1e-5)
+    assert not api.num_pending
 
 
 def test_kv_restored_from_host_memory_gives_the_same_tokens(

@@ -24,6 +24,7 @@ from runner.tiers.types import (
     Committed,
     Deliver,
     Direction,
+    GroupMover,
     LoadDone,
     LoadPlan,
     LoadQuery,
@@ -91,6 +92,7 @@ class Memory:
     """The pool's bytes; a ``BlockMover`` that knows which blocks may be written."""
 
     block_bytes = BLOCK_BYTES
+    groups: GroupMover | None = None
 
     def __init__(self, num_blocks: int) -> None:
         self.rows = np.zeros((num_blocks, BLOCK_BYTES), dtype=np.uint8)

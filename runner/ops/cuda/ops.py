@@ -201,11 +201,14 @@ class CudaOps:
         self, qkv: torch.Tensor, layer: int, head_norm: torch.Tensor | None, step: CudaStep
     ) -> None:
         """See ``Ops``."""
+        # Before anything of this layer touches the pool. A step that only reads what has come
+        # needs it for reading; one that was given a block whose load nobody wants any more must
+        # not have its keys overwritten by what is still on its way into that block.
+        step.pool.order.before_layer(layer)
         self._rope(qkv, layer, head_norm, step)
 
     def attention(self, qkv: torch.Tensor, layer: int, step: CudaStep) -> torch.Tensor:
         """See ``Ops``."""
-        step.pool.order.before_layer(layer)
         return self._attention(qkv, layer, step)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

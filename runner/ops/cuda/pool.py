@@ -63,6 +63,11 @@ class CudaKvPool(KvPool):
         self.graphs = graphs
         self._api = api
 
+    def copy_block(self, source: int, target: int) -> None:
+        """See ``KvPool``; waits for loads that have been announced, all layers at once."""
+        self.order.before_step()
+        super().copy_block(source, target)
+
     def wait(self) -> None:
         """See ``KvPool``."""
         self.order.wait_for_step()
