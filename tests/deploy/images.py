@@ -6,11 +6,13 @@ product declares, as links to this environment's packages: what is not declared 
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import venv
 from dataclasses import dataclass, field
@@ -24,6 +26,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 # Where the Dockerfiles put the environment.
 PREFIX = "/opt/warmlane"
+# Where containers find the packages: this environment's own place may be one that they mount over.
+PACKAGES = "/opt/packages"
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ def product_image(dockerfile: str, wheel: Path, folder: Path, *, extra: str | No
     wanted = [*PROJECT["dependencies"], *(PROJECT["optional-dependencies"][extra] if extra else ())]
     _link_distributions(wanted, site_packages)
     entry = read_dockerfile(REPOSITORY / "deploy" / dockerfile)
-    return Image(entry.entrypoint, entry.command, entry.env, entry.user, {PREFIX: folder})
+    binds = {PREFIX: folder, PACKAGES: Path(sysconfig.get_path("purelib"))}
+    return Image(entry.entrypoint, entry.command, entry.env, entry.user, binds)
 
 
 def read_dockerfile(path: Path) -> Image:
@@ -116,7 +121,7 @@ def _link_distributions(wanted: list[str], site_packages: Path) -> None:
 
 
 def _link(found: Distribution, site_packages: Path) -> None:
-    home = Path(str(found.locate_file("")))
+    assert Path(str(found.locate_file(""))) == Path(sysconfig.get_path("purelib")), found.name
     for name in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
-        if not (site_packages / name).exists():
-            (site_packages / name).symlink_to(home / name)
+        if not os.path.lexists(site_packages / name):
+            (site_packages / name).symlink_to(f"{PACKAGES}/{name}")
