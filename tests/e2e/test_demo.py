@@ -65,7 +65,13 @@ def test_its_engines_end_with_it(smollm2_dir: Path, end: signal.Signals) -> None
     port = free_port()
     command = [sys.executable, "-m", "warmlane", "demo", "--port", str(port)]
     env = {**os.environ, "WARMLANE_MODELS_DIR": str(smollm2_dir.parent)}
-    with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as demo:
+    with subprocess.Popen(
+        command,
+        env=env,
+        stderr=subprocess.DEVNULL,
+        # Where these tests themselves run under nohup, say.
+        preexec_fn=lambda: signal.signal(end, signal.SIG_DFL),
+    ) as demo:
         deadline_s = time.monotonic() + 60
         while not is_listening(port) and time.monotonic() < deadline_s:
             time.sleep(0.05)
