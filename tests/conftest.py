@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from runner.config import PoolSize, RunnerConfig
 from runner.fetch import fetch
@@ -20,8 +20,9 @@ from tests.live_runner import LiveRunner
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# How long an example takes says more about the machine than about the code.
-settings.register_profile("warmlane", deadline=None)
+# How long an example takes, or takes to make, says more about the machine than about the code. All
+# else stays as hypothesis has it, in CI the same examples in every run.
+settings.register_profile("warmlane", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("warmlane")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
