@@ -108,6 +108,18 @@ class ObservedFleet:
             if line.startswith((series + "{", series + " "))
         )
 
+    def wait_rest(self) -> None:
+        """Wait until no tier has anything to write, and every gateway tells what workers told last.
+
+        Writing goes on behind the requests, and with it evictions.
+        """
+        wait_for(
+            lambda: self.counted("warmlane_tier_queue_bytes", *self.runners) == 0.0,
+            "tiers have written all",
+            deadline_s=60.0,
+        )
+        self.wait_twins()
+
     def wait_twins(self) -> None:
         """Wait until every gateway tells what the workers told last."""
 

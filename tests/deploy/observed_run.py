@@ -81,12 +81,12 @@ def observe(fleet: ObservedFleet) -> Observed:
     """Do one run after another that made every series, so that none begins within the window."""
     with closing(Clients(fleet)) as clients:
         run(clients, "first", documents=3)
-        fleet.wait_twins()
+        fleet.wait_rest()
         before, num_lines = _runner_counters(fleet), len(fleet.request_lines())
         # Nothing happens then: a little earlier, so that no rounding leaves out a first sample.
         began_s = min(fleet.wait_scraped().values()) - 0.05
         seen = run(clients, "second", documents=5)
-    fleet.wait_twins()
+    fleet.wait_rest()
     after = _runner_counters(fleet)
     ended_s = max(fleet.wait_scraped().values())
     num_lines += len(seen.answers)
