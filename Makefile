@@ -29,8 +29,11 @@ bench-prompt: weights ## CPU of the prompt pipeline on a growing conversation
 demo: weights ## two bundled engines and the gateway on :8080 (DEMO_ARGS=--once to stop after the table)
 	$(BIN)/warmlane demo $(DEMO_ARGS)
 
+# The runner's tests hold models: a process of their own, and one for its tiers, keeps memory low.
 test: weights ## the whole test suite
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest $(TEST_ARGS) --ignore=tests/runner
+	$(BIN)/python -m pytest $(TEST_ARGS) tests/runner --ignore-glob='*test_tiers*'
+	$(BIN)/python -m pytest $(TEST_ARGS) $(wildcard tests/runner/test_tiers*.py)
 
 check: $(STAMP) ## lint, format, types, import contracts
 	$(BIN)/ruff check .
