@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from gateway.misses.compare import first_difference, known_tokens, shared_blocks
+from gateway.misses.known import Known
 from gateway.misses.locate import Place, locate
+from gateway.routing.dispatch import Plan
 from gateway.routing.segments import hints_of
 from prefix_index.segments import read_layout
-
-if TYPE_CHECKING:
-    from gateway.misses.known import Known
-    from gateway.routing.dispatch import Plan
 
 # Of two prompts that share less than this, neither is a near-duplicate of the other.
 MIN_SHARED_RATIO = 0.5

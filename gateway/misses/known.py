@@ -6,17 +6,18 @@ changed, so that a thread may read it while the event loop goes on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gateway.routing.affinity import text_of
 from prefix_index.blocks import usable_blocks
+from prefix_index.prompts import Prompt, PromptReader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from gateway.routing.dispatch import Plan
-    from prefix_index.prompts import Prompt, PromptReader
 
 Scope = tuple[str, str]
 

@@ -64,6 +64,7 @@ class MissReport:
     Args:
         log_prompts: Whether examples may carry text of prompts.
         clock: Monotonic seconds.
+        cpu_clock: Seconds of CPU that the calling thread has taken.
         memory: Recent prompts.
     """
 
@@ -72,12 +73,14 @@ class MissReport:
         *,
         log_prompts: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
         memory: Memory | None = None,
     ) -> None:
         self.tally = Tally(clock)
         self._memory = Memory() if memory is None else memory
         self._log_prompts = log_prompts
         self._clock = clock
+        self._cpu_clock = cpu_clock
         self._queue: deque[Finished] = deque()
         self._task: asyncio.Task[None] | None = None
         self._executor: ThreadPoolExecutor | None = None
@@ -177,9 +180,14 @@ class MissReport:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "misses")
         loop = asyncio.get_running_loop()
-        result, cpu_s = await loop.run_in_executor(self._executor, _timed, function, *args)
+        result, cpu_s = await loop.run_in_executor(self._executor, self._timed, function, *args)
         self._credit_cpu_s -= cpu_s
         return result
+
+    def _timed(self, function: Callable[..., _T], *args: Any) -> tuple[_T, float]:
+        """Return what a function returns, and the CPU seconds of this thread that it took."""
+        begun_s = self._cpu_clock()
+        return function(*args), self._cpu_clock() - begun_s
 
     async def _compare_queued(self) -> None:
         try:
@@ -259,12 +267,6 @@ class MissReport:
                 example,
             )
         )
-
-
-def _timed(function: Callable[..., _T], *args: Any) -> tuple[_T, float]:
-    """Return what a function returns, and the CPU seconds of this thread that it took."""
-    begun_s = time.thread_time()
-    return function(*args), time.thread_time() - begun_s
 
 
 def _finished(known: Known, plan: Plan, ticket: Ticket, hit: int) -> Finished:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from array import array
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from random import Random
 from typing import Any
 
@@ -16,7 +16,7 @@ from gateway.misses.causes import ADVICE, Cause
 from gateway.misses.compare import known_tokens, shared_blocks
 from gateway.misses.memory import Memory
 from gateway.misses.metrics import MissCollector
-from gateway.misses.report import MAX_QUEUE, MissReport
+from gateway.misses.report import COMPARED_SHARE, MAX_QUEUE, MissReport
 from gateway.routing.dispatch import Outcome, Usage
 from gateway.telemetry.requests import Telemetry
 from tests.gateway.miss_parts import HANDBOOK, Shop, message, reader, tool
@@ -232,7 +232,7 @@ async def test_siblings_of_one_burst_lose_nothing() -> None:
     # Both were decided before either was done.
     tickets = [shop.routes.admit(first, shop.routes.choose(first)) for _ in range(2)]
     shop.clock.now_s += 5.0
-    shop.report = MissReport(clock=shop.clock)
+    shop.report = MissReport(clock=shop.clock, cpu_clock=lambda: 0.0)
     for ticket in tickets:
         ticket.first_token()
         ticket.finish(Outcome.OK, Usage(first.num_tokens, 1, 0))
@@ -321,6 +321,26 @@ async def test_more_than_can_be_compared_is_counted_not_queued() -> None:
     assert totals["compared"] + totals["not_compared"] == MAX_QUEUE + 44
     assert totals["not_compared"] >= 44
     await frozen.close()
+
+
+async def test_comparing_takes_its_share_of_a_core_and_no_more() -> None:
+    cpu = count(step=2.0)  # a second look at it is 2 s later: that much takes each comparison
+    shop = Shop(options={"cpu_clock": lambda: next(cpu)})
+
+    async def num_compared() -> int:
+        before = int(shop.report.report()["totals"]["compared"])
+        for _ in range(3):
+            await shop.serve([message("system", f"{next(cpu)} " + HANDBOOK), message("user", "q")])
+            await shop.report.settled()
+        return int(shop.report.report()["totals"]["compared"]) - before
+
+    assert await num_compared() == 1
+    shop.clock.now_s += 1.0 / COMPARED_SHARE
+    assert await num_compared() == 0
+    # Its debt is paid, and all that the credit can hold is there.
+    shop.clock.now_s += 6.0 / COMPARED_SHARE
+    assert await num_compared() == 1
+    assert shop.report.report()["totals"]["not_compared"] == 7
 
 
 async def test_the_memory_is_bounded_in_tokens_and_keeps_the_newest() -> None:
@@ -412,7 +432,7 @@ async def test_hits_that_are_counted_otherwise_are_left_out(fields: dict[str, An
 async def test_a_request_that_hit_as_expected_is_compared_with_nothing() -> None:
     shop = Shop()
     served = [await shop.serve(conversation(turn, system=HANDBOOK * 5)) for turn in range(1, 25)]
-    report = MissReport(clock=shop.clock)
+    report = MissReport(clock=shop.clock, cpu_clock=lambda: 0.0)
     report.observe(served[0].plan, served[0].ticket)
     await report.settled()
     for each in served[1:]:
