@@ -84,7 +84,7 @@ class Page:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    async def until(self, script: str, *, deadline_s: float = 15.0) -> None:
+    async def until(self, script: str, *, deadline_s: float = 30.0) -> None:
         """Poll an expression until it is true."""
 
         async def holds() -> bool:

@@ -29,7 +29,7 @@ def neighbour_ports() -> tuple[int, int]:
 
 
 async def poll_until(
-    condition: Callable[[], bool | Awaitable[bool]], *, deadline_s: float = 10.0, what: str = ""
+    condition: Callable[[], bool | Awaitable[bool]], *, deadline_s: float = 30.0, what: str = ""
 ) -> None:
     """Poll ``condition`` every 10 ms until it is true.
 

@@ -158,7 +158,7 @@ def workers_of(gateway: Process) -> list[dict[str, Any]]:
     return workers
 
 
-def wait_for(condition: Any, what: str, *, deadline_s: float = 20.0) -> None:
+def wait_for(condition: Any, what: str, *, deadline_s: float = 40.0) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, f"not reached within {deadline_s} s: {what}"

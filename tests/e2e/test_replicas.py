@@ -190,7 +190,7 @@ def test_a_gateway_that_is_killed_takes_its_load_with_it(replicas: Replicas) -> 
     late.kill()
     replicas.gateways.remove(late)
 
-    wait_for(lambda: in_flight(b) == 0, "what it had in flight counts no more", deadline_s=5)
+    wait_for(lambda: in_flight(b) == 0, "what it had in flight counts no more")
     asking.join()
 
 

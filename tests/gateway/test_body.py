@@ -184,13 +184,13 @@ def test_nesting_beyond_the_limit_is_refused_at_once_and_the_limit_named(
     opening: bytes, closing: bytes, num_levels: int, is_closed: bool
 ) -> None:
     end = b"1" + closing * num_levels if is_closed else b""
-    started_s = time.perf_counter()
+    started_s = time.thread_time()
 
     error = refusal(CHAT % (b',"a":' + opening * num_levels + end))
 
     assert (error.status, error.code) == (400, "json_too_deep")
     assert str(MAX_DEPTH) in error.message
-    assert time.perf_counter() - started_s < 1
+    assert time.thread_time() - started_s < 1
 
 
 def test_nesting_up_to_the_limit_is_read() -> None:

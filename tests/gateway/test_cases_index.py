@@ -89,7 +89,7 @@ class Shop:
     async def predicts(self, plan: Plan, expected: dict[str, int]) -> None:
         """Wait until a choice credits each worker with exactly these hit tokens."""
         with contextlib.suppress(AssertionError):
-            await poll_until(lambda: self.predicted(plan) == expected, deadline_s=5)
+            await poll_until(lambda: self.predicted(plan) == expected)
         assert self.predicted(plan) == expected
 
     async def has_read(self, worker: int) -> None:
@@ -100,7 +100,7 @@ class Shop:
     async def credits(self, **hits: int) -> None:
         """Wait until these are exactly the hits of IDS."""
         with contextlib.suppress(AssertionError):
-            await poll_until(lambda: self.hits() == hits, deadline_s=5)
+            await poll_until(lambda: self.hits() == hits)
         assert self.hits() == hits
 
 

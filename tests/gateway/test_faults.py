@@ -119,7 +119,11 @@ async def test_how_a_stream_that_ends_cleanly_counts(
     kind = "transfer-encoding: chunked" if end == LAST_CHUNK else "connection: close"
     body_ = [chunk(piece) if end == LAST_CHUNK else piece for piece in pieces]
     script: Script = [head(200, "content-type: text/event-stream", kind), *body_, end]
-    async with RawEngine(lambda _: script) as engine, gateway(engine.url) as gw, asyncio.timeout(5):
+    async with (
+        RawEngine(lambda _: script) as engine,
+        gateway(engine.url) as gw,
+        asyncio.timeout(20),
+    ):
         _, body, _ = await gw.post(body=chat(stream=True))
         record = await gw.record()
 
@@ -187,7 +191,7 @@ async def test_an_answer_that_is_not_http_is_a_502(script: Script, is_stream: bo
     async with (
         RawEngine(lambda _: [*script, End.HANG]) as engine,
         gateway(engine.url) as gw,
-        asyncio.timeout(5),
+        asyncio.timeout(20),
     ):
         status, body, _ = await gw.post(body=chat(stream=is_stream))
         record = await gw.record()
@@ -243,8 +247,8 @@ async def test_a_client_that_leaves_frees_its_worker_at_once(
                 await client.close()
             case _:
                 client.writer.write_eof()
-        await poll_until(lambda: engine.num_aborted == 1, deadline_s=2.0)
-        await poll_until(lambda: gw.num_in_flight == 0, deadline_s=2.0)
+        await poll_until(lambda: engine.num_aborted == 1)
+        await poll_until(lambda: gw.num_in_flight == 0)
         record = await gw.record()
         failures = gw.pools[0].workers["w0"].health.failures
         await client.close()

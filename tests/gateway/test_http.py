@@ -38,7 +38,7 @@ async def exchange(port: int, data: bytes) -> tuple[int, dict[str, str], bytes]:
     client = await RawClient.connect(port)
     try:
         await client.send(data)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             status, headers = await client.head()
             return status, headers, await client.reader.readexactly(int(headers["content-length"]))
     finally:
@@ -328,7 +328,7 @@ async def test_an_http_1_0_client_gets_an_unchunked_answer_that_ends_by_closing(
             engine.scripts.append(stream(content("a"), 0.02, FINISH, DONE))
         client = await RawClient.connect(gw.port)
         await client.send("\r\n".join(lines).encode() + body)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             status, headers = await client.head()
             rest = await client.rest()
         await client.close()
@@ -385,7 +385,7 @@ async def test_a_defect_in_the_gateway_is_an_error_in_shape(
 async def test_an_idle_client_connection_is_closed() -> None:
     async with openai_engine() as engine, gateway(engine.url, limits=Limits(idle_s=0.1)) as gw:
         client = await RawClient.connect(gw.port)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert await client.rest() == b""
         await client.close()
         await poll_until(lambda: gw.lifecycle.num_running == 0)

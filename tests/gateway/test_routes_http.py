@@ -177,7 +177,7 @@ async def test_a_tenant_header_counts_only_from_a_trusted_peer(
 
 @asynccontextmanager
 async def busy(
-    *, deadline_s: float = 10.0
+    *, deadline_s: float = 30.0
 ) -> AsyncIterator[tuple[Gateway, RawEngine, Pool, asyncio.Event]]:
     """A gateway whose only worker computes a long prompt until the event is set."""
     go = asyncio.Event()

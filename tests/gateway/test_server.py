@@ -102,7 +102,7 @@ async def test_what_still_runs_then_ends_in_an_error_event(is_hurried: bool, fro
         if is_hurried:
             await asyncio.sleep(0.2)
             gw.terminate()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             rest = await client.rest()
         await client.close()
         ended = await gw.ended()

@@ -129,7 +129,7 @@ async def test_what_is_broken_behind_the_head_is_refused_at_once(body: bytes, at
         client = await RawClient.connect(gw.port)
         await client.send(framed(CHUNKED, body=body[:at]))
         await poll_until(lambda: gw.lifecycle.num_running == 1)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await client.send(body[at:] + SECOND)
             got = await client.rest()
         await client.close()
@@ -162,7 +162,7 @@ async def test_an_upgrade_is_ignored(lines: list[bytes]) -> None:
         client = await RawClient.connect(gw.port)
         for _ in range(2):
             await client.send(sized(*lines))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 status, headers = await client.head()
                 await client.reader.readexactly(int(headers["content-length"]))
             assert status == 200
@@ -188,7 +188,7 @@ async def test_an_absolute_target_reaches_no_other_host() -> None:
     async with openai_engine() as engine, gateway(engine.url) as gw:
         client = await RawClient.connect(gw.port)
         await client.send(sized(start=start))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             status, _ = await client.head()
         await client.close()
 
@@ -247,7 +247,7 @@ async def test_an_answer_that_could_be_read_two_ways_reaches_no_client(data: byt
         got = []
         for _ in range(2):
             await client.send(wire(BODY))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 status, headers = await client.head()
                 body = await client.reader.readexactly(int(headers["content-length"]))
             got.append((status, body, "set-cookie" in headers))

@@ -64,7 +64,7 @@ def engine_tls(issue: Issue, *names: str) -> ssl.SSLContext:
 
 
 async def answer(client: RawClient) -> tuple[int, bytes]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         status, headers = await client.head()
         return status, await client.reader.readexactly(int(headers["content-length"]))
 
@@ -172,7 +172,7 @@ async def test_plain_text_on_the_tls_port_is_not_answered_as_a_request(issue: Is
     ):
         client = await RawClient.connect(gw.port)
         await client.send(wire(BODY))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert b"HTTP/1.1 200" not in await client.reader.read()
         await client.close()
 
@@ -184,7 +184,7 @@ async def test_a_greeting_that_does_not_come_ends_the_connection(issue: Issue) -
     tls = ServerTls(*issue())
     async with openai_engine() as engine, gateway(engine.url, ssl=tls.context, limits=limits) as gw:
         client = await RawClient.connect(gw.port)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert await client.reader.read() == b""
         await client.close()
 

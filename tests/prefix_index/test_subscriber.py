@@ -478,6 +478,6 @@ async def test_cancelling_closes_all_sockets_whenever_it_comes() -> None:
             task = asyncio.create_task(follower.subscriber.run())
             await asyncio.sleep(wait_s)
             task.cancel()
-            async with asyncio.timeout(5):  # ending the context would wait for an open socket
+            async with asyncio.timeout(20):  # ending the context would wait for an open socket
                 with pytest.raises(asyncio.CancelledError):
                     await task

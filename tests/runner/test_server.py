@@ -370,7 +370,7 @@ async def test_a_client_that_leaves_frees_its_blocks(http: httpx.AsyncClient, st
 
     asking.cancel()
 
-    await poll_until(is_free, deadline_s=5, what="blocks freed")
+    await poll_until(is_free, what="blocks freed")
 
 
 async def test_concurrent_requests_get_the_answers_they_get_alone(
