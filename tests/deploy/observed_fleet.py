@@ -85,6 +85,16 @@ class ObservedFleet:
         wait_for(is_read, "every target is read", deadline_s=60.0)
         return self.prometheus.scraped_s()
 
+    def wait_samples(self, number: int, since_s: float) -> None:
+        """Wait until every target has been read that often since a time."""
+
+        def are_read() -> bool:
+            window = f"{round(1000 * (time.time() - since_s))}ms"
+            rows = self.prometheus.query(f"sum_over_time(up[{window}])")
+            return min(float(row["value"][1]) for row in rows) >= number
+
+        wait_for(are_read, "every target is read often", deadline_s=60.0)
+
     def text_of(self, process: Process) -> str:
         """What a process exports now."""
         return self.prometheus.client.get(f"{process.url}/metrics").text

@@ -12,6 +12,10 @@ from tests.deploy.observed_fleet import ObservedFleet, Prometheus
 from tests.deploy.scripted_run import Answer, Clients, Seen, run
 from tests.e2e.fleet import wait_for
 
+# A rate also counts for what lies between its window's ends and the samples next to them, as much
+# as two intervals: one part in twenty of that many.
+MIN_SAMPLES = 40
+
 
 @dataclass(frozen=True)
 class Observed:
@@ -88,6 +92,7 @@ def observe(fleet: ObservedFleet) -> Observed:
         seen = run(clients, "second", documents=5)
     fleet.wait_rest()
     after = _runner_counters(fleet)
+    fleet.wait_samples(MIN_SAMPLES, began_s)
     ended_s = max(fleet.wait_scraped().values())
     num_lines += len(seen.answers)
     wait_for(lambda: len(fleet.request_lines()) >= num_lines, "the log has all requests")

@@ -147,8 +147,6 @@ def test_traffic_is_what_clients_saw(observed: Observed) -> None:
     outcomes = observed.by("overview", "Requests by outcome", "{{outcome}}", "outcome")
     good = sum(it.status == 200 for it in answers)
     assert outcomes["ok"] == pytest.approx(good / window_s, rel=0.1)
-    decisions = observed.total("routing", "Decisions by reason", "{{reason}}")
-    assert decisions == pytest.approx(len(answers) / window_s, rel=0.1)
     assert observed.number("worth", "Prefix hit ratio") == pytest.approx(cached / prompt, rel=0.1)
     found = observed.number("routing", "Hit tokens", "observed")
     assert found == pytest.approx(cached / window_s, rel=0.1)
@@ -184,7 +182,7 @@ def test_predictions_are_what_the_log_says(observed: Observed) -> None:
     compared = {
         reason for (reason,) in observed.begun("warmlane_routing_decisions_total", "reason")
     }
-    assert compared & reasons.keys()
+    assert sum(reasons[it] for it in compared) > reasons.total() / 2
     for reason in compared & reasons.keys():
         assert decided[reason] == pytest.approx(reasons[reason] / window_s, rel=0.1), reason
     routed = _known([it for it in lines if it["worker"]], "route_s")
