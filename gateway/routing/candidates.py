@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from gateway.routing.choose import RouteInput
 from gateway.routing.cost import EVICTION_FILL, MEMORY_FILL, OUTPUT_ALLOWANCE_TOKENS, Candidate
-from gateway.routing.learner import slowest
 from gateway.routing.sources import can_pull, find_sources, reaches
 from prefix_index.blocks import usable_blocks
 from prefix_index.index import Hit
@@ -114,14 +113,16 @@ def _candidates(
     new_tokens = num_blocks * block_size
     demand = plan.num_tokens + allowance_tokens
     all_pull = pool.peer_pull == "llm-d"
-    num_modelled = 0
+    are_settled = True
     candidates: list[Candidate] = []
     ejected: list[Candidate] = []
     for worker_id, worker in pool.workers.items():
         books, health = worker.books, worker.health
         c = _copy(books.load)
         c.worker = worker_id
-        c.model = learned = worker.learner.model
+        learner = worker.learner
+        c.model = learner.model
+        are_settled = are_settled and learner.is_settled
         c.max_batched_tokens = worker.max_batched_tokens
         c.new_tokens = new_tokens
         mode = worker.mode
@@ -134,10 +135,8 @@ def _candidates(
             if worker.block_size is not None and worker.block_size != block_size:
                 hits[worker_id] = hit = _in_whole_blocks(hit, worker.block_size)
             c.hit_gpu, c.hit_cpu, c.hit_disk, c.hit_remote = hit
-        if learned is not None:
-            num_modelled += 1
         if (worker.can_pull or all_pull) and can_pull(pool, worker):
-            c.can_pull, c.pull_rates = True, worker.learner.pull_rates
+            c.can_pull, c.pull_rates = True, learner.pull_rates
         c.capacity_tokens = capacity = worker.capacity_tokens
         if capacity:
             # Blocks shared with requests in flight matter only where memory is short.
@@ -171,8 +170,8 @@ def _candidates(
                 c.why = _why_slow(worker.slow_start, c, plan.num_tokens, now_s)
             c.eligible = c.why == "ok"
         candidates.append(c)
-    if 0 < num_modelled < len(candidates):
-        _lend_models(candidates)
+    if not are_settled:
+        _lend_models(pool, candidates)
     if ejected and 2 * len(ejected) > len(candidates):
         _readmit(ejected)
     _relent(candidates)
@@ -263,11 +262,11 @@ def _credit(plan: Plan) -> dict[str, int]:
     return tokens
 
 
-def _lend_models(candidates: list[Candidate]) -> None:
-    """Let a worker nobody measured borrow its pool's highest constants."""
-    borrowed = slowest([c.model for c in candidates if c.model is not None])
-    for c in candidates:
-        c.model = c.model or borrowed
+def _lend_models(pool: Pool, candidates: list[Candidate]) -> None:
+    """Let workers of whom little was seen borrow what their pool has learned."""
+    models = pool.lender.models([worker.learner for worker in pool.workers.values()])
+    for c, model in zip(candidates, models, strict=True):
+        c.model = model
 
 
 def _read_ages(index: Index, worker: Worker, c: Candidate, now_s: float) -> None:

@@ -76,6 +76,7 @@ def explain_json(
                 seconds=decision.unit == "seconds" and c.model is not None,
                 is_compared=position in compared,
             )
+            | {"constants": _constants(plan, c)}
             for position, (c, e) in enumerate(
                 zip(decision.input.candidates, decision.candidates, strict=True)
             )
@@ -165,6 +166,22 @@ def _candidate(c: Candidate, e: Estimate, *, seconds: bool, is_compared: bool) -
         "pull_tokens": e.pull_tokens,
         "mode": c.mode,
         "terms": terms if seconds else {"token_requests": e.cost},
+    }
+
+
+def _constants(plan: Plan, c: Candidate) -> dict[str, Any] | None:
+    """Return a worker's cost constants, and what share of them was seen of itself.
+
+    The rest is its pool's (``gateway/routing/prior.py``).
+    """
+    if c.model is None:
+        return None
+    worker = plan.pool.workers.get(c.worker)
+    learner = None if worker is None else worker.learner
+    used: dict[str, Any] = msgspec.to_builtins(c.model)
+    return used | {
+        "own_prefill_share": 0.0 if learner is None else learner.trust,
+        "own_decode_share": 0.0 if learner is None else learner.decode_trust,
     }
 
 

@@ -81,6 +81,13 @@ class TwoTermFit:
         self._scales: list[float] = []
         self._x00 = self._x01 = self._x11 = self._y0 = self._y1 = 0.0
 
+    @property
+    def trust(self) -> float:
+        """How much its constants are worth, from 0 to 1: of the first observations, those made."""
+        if self._start is None:
+            return 0.0
+        return len(self._scales) / START_OBSERVATIONS if self._scales else 1.0
+
     def state(self) -> FitState:
         """Return what ``restore`` takes."""
         sums = (self._x00, self._x01, self._x11, self._y0, self._y1)

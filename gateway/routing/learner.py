@@ -86,7 +86,12 @@ class Learner:
     """The constants of one worker, refined while it serves.
 
     Attributes:
-        model: Current constants; None until the first usable prefill was seen.
+        model: Current constants; None until the first usable prefill was seen. What it is used
+            as beside the pool's other workers: ``gateway/routing/prior.py``.
+        trust: How much its prefill constants are worth, from 0 (nothing) to 1 (enough was seen, or
+            they are configured).
+        decode_trust: Likewise its decode constants, which are guessed while it is 0.
+        is_settled: Whether both are 1.
         pull_rates: Measured tokens/s from each source of pulls; ``""`` is the mean over them.
             Replaced, never changed, so that it may be read later.
     """
@@ -102,6 +107,7 @@ class Learner:
         self._decode = TwoTermFit(
             CONTEXT_RATIO, None if start is None else (start.step_s, start.context_s)
         )
+        self._weigh()
 
     def observe_prefill(self, ttft_s: float, *, uncached_tokens: int, prompt_tokens: int) -> None:
         """Learn from one TTFT.
@@ -246,7 +252,12 @@ class Learner:
     def _is_transfer(self, ttft_s: float, rest_s: float, predicted_s: float) -> bool:
         return ttft_s > 0.0 and predicted_s > MIN_RESTORE_SHARE * rest_s
 
+    def _weigh(self) -> None:
+        self.trust, self.decode_trust = self._prefill.trust, self._decode.trust
+        self.is_settled = self.trust + self.decode_trust >= 2.0
+
     def _update(self) -> None:
+        self._weigh()
         if self._prefill.constants is None:
             return
         token_s, attention_s = self._prefill.constants

@@ -17,6 +17,7 @@ from gateway.routing.health import Health
 from gateway.routing.learner import Learner, OutputLength
 from gateway.routing.mirror import LruMirror
 from gateway.routing.pending import Pending
+from gateway.routing.prior import Lender
 from gateway.routing.ring import Ring
 from prefix_index.residency import Residency
 
@@ -195,6 +196,8 @@ class Pool:
         # Running mean over prompts; English text and code in common vocabularies.
         self.chars_per_token = 4.0
         self.output_length = OutputLength()
+        # Constants of workers of whom little was seen.
+        self.lender = Lender()
         # Prompts that could not be read, by exception name: each was routed by text.
         self.unread_prompts: Counter[str] = Counter()
         self.reader: PromptReader | None = None
