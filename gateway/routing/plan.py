@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from gateway.routing.affinity import affinity_key
+from gateway.routing.affinity import AffinityKey, affinity_key
+from gateway.routing.bodies import KnownBody
 from gateway.routing.outcome import is_comparable
-from prefix_index.blocks import usable_blocks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from gateway.routing.affinity import AffinityKey
-    from gateway.routing.bodies import KnownBody
-    from gateway.routing.pool import Pool
-    from gateway.routing.rollout import Rule
-    from gateway.routing.routes import Route
-    from prefix_index.blocks import BlockHash
-    from prefix_index.draft import Prompt
+from gateway.routing.pool import Pool
+from gateway.routing.rollout import Rule
+from gateway.routing.routes import Route
+from prefix_index.blocks import BlockHash, usable_blocks
+from prefix_index.draft import Prompt
 
 
 @dataclass(slots=True)

@@ -24,13 +24,23 @@ from gateway.routing.pull import PULL_START, least_s, with_sources
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gateway.routing.choose import RouteInput
     from gateway.routing.cost import Candidate
+    from gateway.routing.decision import RouteInput
 
 # Two costs closer than this are the same number computed in another order.
 TIE = 1e-12
 # A bound sums in another order than the price: it must exceed the best by more than their rounding.
 ROUNDING = 1e-9
+
+
+def all_hits(candidates: list[Candidate], *, credited: bool) -> list[int]:
+    """Return the tokens counted as held by each candidate, with or without pending credit."""
+    hits = [c.hit_gpu + c.hit_cpu + c.hit_disk + c.hit_remote for c in candidates]
+    if credited:
+        pending = [c.pending_tokens for c in candidates]
+        if any(pending):
+            return list(map(max, hits, pending))
+    return hits
 
 
 class Prices:
