@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 from gateway.errors import UpstreamError
 
@@ -20,11 +19,7 @@ _SPEAKS_NEITHER = frozenset(("runner",))
 
 
 class Speech:
-    """Remembers what workers speak; one event loop only."""
-
-    def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Upstream, dict[tuple[str, object], bool]]
-        self._known = WeakKeyDictionary()
+    """Asks workers what they speak, and notes it on their upstreams; one event loop only."""
 
     async def speaks(self, worker: Worker, engine: str, path: str, headers: bytes) -> bool:
         """Whether a worker has a path; asked with an empty request, which nobody computes.
@@ -40,7 +35,7 @@ class Speech:
         upstream = worker.upstream
         if engine in _SPEAKS_NEITHER or upstream is None:
             return False
-        known = self._known.setdefault(upstream, {})
+        known = upstream.spoken
         key = (path, worker.epoch)
         if key not in known:
             status = await _status(upstream, path, headers)

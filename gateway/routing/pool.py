@@ -19,14 +19,15 @@ from gateway.routing.mirror import LruMirror
 from gateway.routing.pending import Pending
 from gateway.routing.prior import Lender
 from gateway.routing.ring import Ring
+from gateway.routing.slow_start import SlowStart
+from gateway.upstream.client import Upstream
+from prefix_index.recurrence import Recurrence
 from prefix_index.residency import Residency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from gateway.routing.others import OthersLoad
-    from gateway.routing.slow_start import SlowStart
-    from gateway.upstream.client import Upstream
     from prefix_index.index import Index
     from prefix_index.prompts import PromptReader
 
@@ -202,6 +203,8 @@ class Pool:
         self.unread_prompts: Counter[str] = Counter()
         self.reader: PromptReader | None = None
         self.index: Index | None = None
+        # What recurs in its prompts and changes (gateway/routing/segments.py).
+        self.recurrence = Recurrence()
         self._residencies: dict[str, Residency] = {}
         self._clock_unix = clock_unix
         self._reading_since_s = clock_unix()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 from prefix_index.chat import TemplateRefusedError
-from prefix_index.recurrence import Recurrence
 from prefix_index.regions import INSTRUCTION_ROLES, current_from
 from prefix_index.segments import Hints, Layout, Segment, read_layout, stable_end
 from prefix_index.spans import message_text
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gateway.routing.dispatch import Inbound, Plan
-    from gateway.routing.pool import Pool
     from prefix_index.prompts import PromptReader
 
 Scope: TypeAlias = Literal["knowledge", "history"]
@@ -51,7 +49,6 @@ class Shape:
     num_head: int
 
 
-_memories: WeakKeyDictionary[Pool, Recurrence] = WeakKeyDictionary()
 _shapes: WeakKeyDictionary[PromptReader, Shape] = WeakKeyDictionary()
 
 
@@ -62,7 +59,7 @@ def observe(plan: Plan) -> None:
     """
     texts = _texts(plan.inbound)
     if texts:
-        _memory(plan.pool).observe(_owner(plan.inbound), texts[:MAX_OBSERVED_MESSAGES])
+        plan.pool.recurrence.observe(_owner(plan.inbound), texts[:MAX_OBSERVED_MESSAGES])
 
 
 def layout_of(plan: Plan) -> Layout:
@@ -85,7 +82,7 @@ def layout_reader(plan: Plan) -> Callable[[], Layout]:
         body = _without_messages(inbound.body)
         return partial(read_layout, reader, body, Hints(), prompt)
     texts = _texts(inbound)
-    memory, owner = _memory(plan.pool), _owner(inbound)
+    memory, owner = plan.pool.recurrence, _owner(inbound)
     return partial(
         read_layout,
         reader,
@@ -222,13 +219,6 @@ def _read_head(reader: PromptReader) -> int:
     if segments[0].kind != "system":
         return 0
     return sum(end <= segments[0].end_token for end in prompt.segment_ends)
-
-
-def _memory(pool: Pool) -> Recurrence:
-    memory = _memories.get(pool)
-    if memory is None:
-        memory = _memories[pool] = Recurrence()
-    return memory
 
 
 def _owner(inbound: Inbound) -> str:

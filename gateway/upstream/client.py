@@ -95,6 +95,8 @@ class Upstream:
         shown = bracketed if port == _DEFAULT_PORTS[scheme] else f"{bracketed}:{port}"
         self._host_line = f" HTTP/1.1\r\nhost: {shown}\r\n".encode() + authorization
         self._allowed = allowed
+        # (path, epoch of the worker) -> whether it has that path (gateway/proxy/speech.py).
+        self.spoken: dict[tuple[str, object], bool] = {}
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
         self._sweeper: asyncio.TimerHandle | None = None

@@ -16,7 +16,6 @@ from gateway.routing.dispatch import Inbound, Plan, explain_json
 from gateway.routing.pool import Pool
 from gateway.routing.segments import (
     MAX_OBSERVED_MESSAGES,
-    _memories,
     hints_of,
     layout_of,
     observe,
@@ -146,7 +145,7 @@ def test_a_memory_lives_as_long_as_its_pool_and_salts_never_meet() -> None:
 
     assert layout_of(same).moved
     assert not layout_of(other).moved
-    assert pool in _memories
+    assert len(pool.recurrence)
     alive = weakref.ref(pool)
     del pool, same, other
     gc.collect()
@@ -157,7 +156,7 @@ def test_of_endless_conversations_only_the_beginning_is_remembered() -> None:
     pool = make_pool(1)
     observe(plan_of(conversation(*(f"turn {k}" for k in range(1001))), pool))
 
-    assert len(_memories[pool]) <= 4 * MAX_OBSERVED_MESSAGES
+    assert len(pool.recurrence) <= 4 * MAX_OBSERVED_MESSAGES
 
 
 async def test_explaining_twice_makes_nothing_recur() -> None:
