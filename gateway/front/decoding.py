@@ -139,8 +139,8 @@ def _decode(body: bytes, coding: str, max_bytes: int) -> bytes:
         raise BodyTooLarge(
             f"The decompressed body is longer than the limit of {max_bytes} bytes."
         ) from error
-    except DecodeError as error:
+    except DecodeError as broken:
         raise InvalidRequest(
-            f"The body is not valid {coding}: {error}.", code="bad_encoding"
-        ) from error
+            f"The body is not valid {coding}: {broken}.", code="bad_encoding"
+        ) from broken
     return plain

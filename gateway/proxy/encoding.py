@@ -27,8 +27,8 @@ class Inflater:
             return self._decoder.feed(data)
         except TooLargeError as error:
             raise MalformedAnswer("answer is too large once decompressed") from error
-        except DecodeError as error:
-            raise MalformedAnswer(f"answer is not in the encoding it names: {error}") from error
+        except DecodeError as broken:
+            raise MalformedAnswer(f"answer is not in the encoding it names: {broken}") from broken
 
     def end(self) -> None:
         """Check that the data ended where it should.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import orjson
 
@@ -14,18 +14,8 @@ from prefix_index.canonical.spans import locate
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
-    from typing import Protocol
 
     from gateway.routing.dispatch import Plan, Ticket
-
-    class OffloadPut(Protocol):
-        """Says how much of a prompt's KV a worker may write to a lower tier."""
-
-        def __call__(
-            self, plan: Plan, body: bytes, *, also: Mapping[str, bytes] | None = None
-        ) -> dict[str, bytes]:
-            """Return members to put into ``body``; ``also`` are others for the same object."""
-
 
 # The object of a body that speaks of KV, as vLLM and the bundled runner have it.
 PARAMS = "kv_transfer_params"
@@ -33,6 +23,15 @@ CAP = "max_offload_tokens"
 STREAM_OPTIONS = "stream_options"
 _INCLUDE_USAGE = {"include_usage": b"true"}
 _ONLY_USAGE = b'{"include_usage":true}'
+
+
+class OffloadPut(Protocol):
+    """Says how much of a prompt's KV a worker may write to a lower tier."""
+
+    def __call__(
+        self, plan: Plan, body: bytes, *, also: Mapping[str, bytes] | None = None
+    ) -> dict[str, bytes]:
+        """Return members to put into ``body``; ``also`` are others for the same object."""
 
 
 class Outbound(NamedTuple):

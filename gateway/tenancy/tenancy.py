@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gateway.errors import Forbidden, Unauthorized
 from gateway.settings import ConfigError
@@ -25,18 +25,10 @@ from gateway.tenancy.salts import (
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping
-    from typing import Protocol
 
     from gateway.config import Settings, TenantConfig
     from gateway.front.exchange import Exchange
     from gateway.telemetry.record import RequestRecord
-
-    class Headers(Protocol):
-        """Headers by name, in lower case at least."""
-
-        def get(self, name: str, /) -> str | None:
-            """Return a value, or None."""
-
 
 # Paths whose clients speak Anthropic's API, which names the headers of limits in its own way.
 ANTHROPIC_PREFIX = "/v1/messages"
@@ -45,6 +37,13 @@ _FREE_OUTCOMES = frozenset(
     {"", "rejected", "connect_failed", "upstream_reset", "first_byte_timeout"}
     | {"refused", "unavailable", "failed"}
 )
+
+
+class Headers(Protocol):
+    """Headers by name, in lower case at least."""
+
+    def get(self, name: str, /) -> str | None:
+        """Return a value, or None."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from gateway.errors import MalformedAnswer, ResetMidStream, UpstreamError
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import Awaitable, Callable
 
     from gateway.upstream.connection import Connection
 
@@ -101,17 +101,19 @@ class Response:
         self._limit_bytes = MAX_BUFFERED_BYTES
         return self._take()
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Yield the body in pieces as they arrive."""
-        while True:
-            if piece := self._take():
-                yield piece
-            elif self._error is not None:
+    def __aiter__(self) -> Response:
+        """Iterate over the body, in pieces as they arrive."""
+        return self
+
+    async def __anext__(self) -> bytes:
+        """Return the next piece of the body."""
+        while not (piece := self._take()):
+            if self._error is not None:
                 raise self._error
-            elif self.complete:
-                return
-            else:
-                await self.wait()
+            if self.complete:
+                raise StopAsyncIteration
+            await self.wait()
+        return piece
 
     async def pump(
         self, write: Callable[[bytes], bool], drain: Callable[[], Awaitable[None]]
