@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,8 +11,6 @@ from prefix_index.anchors import TEXT_BLOCK_BYTES, text_chain
 from prefix_index.blocks import BlockHash, hash_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from prefix_index.anchors import Anchors
     from prefix_index.memo import Segment
 

@@ -7,6 +7,7 @@ vLLM and on SGLang. What is predicted for a worker must be rendered as that work
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
@@ -17,8 +18,6 @@ from prefix_index.sglang import SglangRenderer
 from prefix_index.vllm import VllmRenderer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from prefix_index.chat import ChatTemplate
 
 EngineKind: TypeAlias = Literal["runner", "vllm", "sglang", "openai"]

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
 
-from prefix_index.events import BlockRemoved, BlockStored
+from prefix_index.blocks import BlockHash
+from prefix_index.events import BlockRemoved, BlockStored, EngineHash
 from prefix_index.identity import chain_of
 from prefix_index.joining import joined
 from prefix_index.names import NameBudget, Names
@@ -34,8 +35,7 @@ from prefix_index.parts import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from prefix_index.blocks import BlockHash
-    from prefix_index.events import EngineHash, Event, EventBatch
+    from prefix_index.events import Event, EventBatch
     from prefix_index.index import Index, Tier
 
 _FULL_ATTENTION: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from prefix_index.blocks import BlockHash
+from prefix_index.events import EngineHash
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from prefix_index.blocks import BlockHash
-    from prefix_index.events import EngineHash
     from prefix_index.index import Index
     from prefix_index.names import Names
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from gateway.demo.workload import Ask
+from gateway.demo.workload import Ask
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
+from gateway.config import WorkerConfig
 from gateway.discovery.asking import ask_models, base_models
 from gateway.discovery.listing import Listing
 from gateway.discovery.placing import RefusedError, needs_models, place
@@ -22,7 +23,7 @@ from gateway.settings import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gateway.config import PoolConfig, Settings, WorkerConfig
+    from gateway.config import PoolConfig, Settings
     from gateway.config.discovery import DiscoveryConfig
     from gateway.discovery.listing import Found, Source
     from gateway.fleet.fleet import Fleet

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 import xxhash
 
+from gateway.config import WorkerConfig
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gateway.config import WorkerConfig
 
 # Of a worker's id, as the configuration takes it.
 MAX_ID_CHARS = 64

@@ -13,13 +13,12 @@ from gateway.protocols.responses import ResponseHomes, readable, routing_text
 from gateway.proxy.body import parse_body
 from gateway.proxy.speech import Speech
 from gateway.proxy.transfers import without_transfers
-from gateway.proxy.ways import MessagesWay, PassedOn, ResponsesWay
+from gateway.proxy.ways import MessagesWay, PassedOn, ResponsesWay, Way
 from gateway.routing.dispatch import Inbound
 
 if TYPE_CHECKING:
     from gateway.front.exchange import Exchange
     from gateway.protocols.surfaces import SurfaceSpec
-    from gateway.proxy.ways import Way
     from gateway.tenancy import Tenant
 
 _FORM = "multipart/form-data"

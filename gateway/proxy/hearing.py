@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
-
-    from gateway.protocols.surfaces import Markers
+from gateway.protocols.surfaces import Markers
 
 
 class Events(Protocol):

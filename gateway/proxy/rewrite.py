@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gateway.proxy.body import parse_json
 from gateway.proxy.held import Imagined, held_tokens, known_held_tokens
+from gateway.routing.dispatch import Plan
 from prefix_index.canonical import (
     RULES,
     AppliedRule,
@@ -28,7 +29,7 @@ from prefix_index.canonical import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from gateway.routing.dispatch import Dispatcher, Inbound, Plan
+    from gateway.routing.dispatch import Dispatcher, Inbound
     from gateway.routing.pool import Pool
     from prefix_index.prompts import PromptReader
 

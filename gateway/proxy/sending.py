@@ -26,14 +26,14 @@ from gateway.proxy.delivery import Delivery
 from gateway.proxy.outbound import outbound
 from gateway.proxy.retry import retry_after_s
 from gateway.proxy.ways import Sent
-from gateway.routing.dispatch import GateFull, GateTimeout, Outcome
+from gateway.routing.dispatch import GateFull, GateTimeout, Outcome, Plan
 
 if TYPE_CHECKING:
     from gateway.front.exchange import Exchange
     from gateway.proxy.forward import Proxy
     from gateway.proxy.outbound import Outbound
     from gateway.proxy.ways import Way
-    from gateway.routing.dispatch import Decision, Inbound, Plan, Ticket
+    from gateway.routing.dispatch import Decision, Inbound, Ticket
     from gateway.telemetry.record import RequestRecord
     from gateway.upstream.client import Response
 

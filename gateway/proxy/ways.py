@@ -16,16 +16,15 @@ from gateway.protocols.errors import NotSupported, anthropic_body, message_of
 from gateway.protocols.events import parsed
 from gateway.protocols.multipart import Field, with_model
 from gateway.proxy.hearing import Hearing
-from gateway.proxy.outbound import Outbound, outbound, put_in, with_rank
+from gateway.proxy.outbound import OffloadPut, Outbound, outbound, put_in, with_rank
+from gateway.routing.dispatch import Plan, Ticket
 from gateway.tenancy.salts import SALT_FIELD, SALT_FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gateway.protocols.responses import ResponseHomes
-    from gateway.proxy.outbound import OffloadPut
     from gateway.proxy.speech import Speech
-    from gateway.routing.dispatch import Plan, Ticket
 
 CHAT_PATH = "/v1/chat/completions"
 MESSAGES_PATH = "/v1/messages"

@@ -6,21 +6,20 @@ A file that cannot be used leaves everything as it is, and is said in one line.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import structlog
 
 from gateway.discovery.stamps import LOOK_EVERY_S, stamp_of
 from gateway.reload.changes import merged
-from gateway.settings import ConfigError, load
+from gateway.settings import ConfigError, Location, load
 from gateway.unsupported import unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
-    from typing import Any
+    from collections.abc import Awaitable, Callable
 
     from gateway.config import Settings
-    from gateway.settings import Location
 
 log = structlog.get_logger("warmlane")
 

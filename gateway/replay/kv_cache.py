@@ -9,12 +9,14 @@ in engines that offload. One block is 512 tokens there, any size here.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+from prefix_index.blocks import BlockHash
 
-    from prefix_index.blocks import BlockHash
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
 
 LowerTier = Literal["cpu", "disk"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +13,7 @@ from gateway.replay.ours import TERMS, OursRouter
 from gateway.replay.peers import PeerRouter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from gateway.replay.fleet import Fleet, Router
     from gateway.replay.peers import View

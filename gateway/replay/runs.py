@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from gateway.replay.engine import EngineModel
 from gateway.replay.fleet import EVENT_DELAY_S, Fleet
 from gateway.replay.registry import make_router
 from gateway.replay.shared_load import Hub
@@ -18,7 +19,6 @@ from gateway.routing.cost import STORE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gateway.replay.engine import EngineModel
     from gateway.replay.simulate import Served
     from gateway.replay.traces import Trace
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from functools import partial
 from math import inf
 from random import Random
@@ -13,7 +14,7 @@ import msgspec
 from gateway.replay.engine import Job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from gateway.replay.fleet import Fleet, Placement, Router
     from gateway.replay.traces import Request

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from gateway.replay.engine import BLOCK_TOKENS
+from prefix_index.blocks import BlockHash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from prefix_index.blocks import BlockHash
 
 _GZIP_MAGIC = b"\x1f\x8b"
 # What a request whose completion length nobody reported is taken to produce, when no line of the

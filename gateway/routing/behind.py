@@ -6,17 +6,14 @@ no futures, and tells the loop once.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable
-
-    from prefix_index.draft import Draft, Prompt
+from prefix_index.draft import Draft, Prompt
 
 # The event loop keeps a core.
 MAX_THREADS = 4

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 from gateway.routing.busy import excess_s, is_busy, least_queue_s
 from gateway.routing.fair import FairQueue, Place, Standing
 from gateway.routing.outcome import Outcome
+from gateway.routing.plan import Plan
+from gateway.routing.ticket import Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from gateway.routing.choose import Decision
-    from gateway.routing.plan import Plan
     from gateway.routing.pool import Pool
     from gateway.routing.rollout import RollOut
-    from gateway.routing.ticket import Ticket
 
     CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.routing.affinity import affinity_key
+from gateway.routing.pool import Pool
 from gateway.routing.rollout import fraction
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gateway.routing.plan import Inbound, Plan
-    from gateway.routing.pool import Pool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

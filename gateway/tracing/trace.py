@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gateway.routing.dispatch import Ticket, Usage
+from gateway.routing.pool import Pool
 from gateway.tracing.context import traceparent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gateway.routing.dispatch import Decision, Inbound, Ticket, Usage
-    from gateway.routing.pool import Pool
+    from gateway.routing.dispatch import Decision, Inbound
     from gateway.tracing.context import Parent
 
 

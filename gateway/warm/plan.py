@@ -9,6 +9,7 @@ is not computed again.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Literal
@@ -17,7 +18,7 @@ from gateway.routing.cost import EVICTION_FILL, CostModel, prefill_s
 from gateway.worth.rule import MANAGEMENT_S
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Iterator
 
 Action = Literal["warm", "skip_held", "skip_capacity", "skip_worth", "skip_budget", "no_worker"]
 Tier = Literal["gpu", "cpu", "disk", "remote"]

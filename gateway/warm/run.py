@@ -8,32 +8,31 @@ is not computed again.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
+from gateway.fleet.fleet import Fleet
+from gateway.routing.dispatch import Dispatcher
 from gateway.warm.items import Refused
 from gateway.warm.manners import Manners
-from gateway.warm.placement import held_by
-from gateway.warm.sending import SendError, Sent
+from gateway.warm.metrics import WarmCounts
+from gateway.warm.placement import Placer, held_by
+from gateway.warm.sending import Sender, SendError, Sent
+from gateway.warm.shareable import Finder, Shareable
 from gateway.warm.standing import Standing, failed_event, plan_event, progress_event
 from gateway.warm.verify import Proof, prove
+from gateway.warm.warmed import Warmed
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+    from collections.abc import Awaitable, Collection, Coroutine, Sequence
 
-    from gateway.fleet.fleet import Fleet
-    from gateway.routing.dispatch import Dispatcher
     from gateway.routing.pool import Pool, Worker
     from gateway.warm.items import Item, Order
-    from gateway.warm.metrics import WarmCounts
-    from gateway.warm.placement import Placer
-    from gateway.warm.sending import Sender
-    from gateway.warm.shareable import Finder, Shareable
     from gateway.warm.standing import Job
-    from gateway.warm.warmed import Warmed
 
     Emit = Callable[[dict[str, Any]], Awaitable[None]]
 

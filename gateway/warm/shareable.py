@@ -8,6 +8,8 @@ can be cached.
 from __future__ import annotations
 
 import asyncio
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,19 +17,17 @@ import orjson
 
 from gateway.proxy.rewrite import Rewrite
 from gateway.routing.dispatch import Inbound
+from gateway.routing.pool import Pool
 from gateway.routing.segments import layout_reader
-from gateway.warm.items import Refused
+from gateway.warm.items import Item, Refused
+from prefix_index.blocks import BlockHash
 from prefix_index.segments import stable_end
 
 if TYPE_CHECKING:
-    from array import array
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from gateway.proxy.rewrite import Rewriter
     from gateway.routing.dispatch import Dispatcher, Plan
-    from gateway.routing.pool import Pool
-    from gateway.warm.items import Item
-    from prefix_index.blocks import BlockHash
 
 # Two questions that part in their first character, of two kinds: tokenizers cut text between
 # letters, digits and blanks, and may join the last character before with the first one of a kind.

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from gateway.warm.plan import Placement
+from gateway.warm.shareable import Shareable
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from gateway.warm.plan import Placement
     from gateway.warm.sending import Sent
-    from gateway.warm.shareable import Shareable
 
 Copy = Literal["waiting", "warm", "failed", "skipped"]
 

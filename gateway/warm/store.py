@@ -7,20 +7,20 @@ forgets at once.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gateway.telemetry.decision_log import hashed_key
 from gateway.warm.items import Item
+from prefix_index.blocks import BlockHash
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Callable, Iterator
 
     from gateway.routing.dispatch import Plan, Ticket
     from gateway.warm.shareable import Shareable
-    from prefix_index.blocks import BlockHash
     from prefix_index.draft import Prompt
 
 # 16 million tokens in one process: thousands of documents.

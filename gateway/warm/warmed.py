@@ -10,13 +10,14 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from prefix_index.blocks import BlockHash
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from gateway.routing.dispatch import Plan, Ticket
     from gateway.routing.pool import Pool
     from gateway.warm.shareable import Shareable
-    from prefix_index.blocks import BlockHash
 
 # As for what is known of documents' ends (gateway/worth/stable_ends.py).
 GRAIN_TOKENS = 512

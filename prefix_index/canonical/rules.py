@@ -7,6 +7,7 @@ again changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +19,7 @@ from prefix_index.canonical.tail import move_volatile
 from prefix_index.canonical.tools import stable_tools
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from prefix_index.canonical.firstseen import FirstSeen
 

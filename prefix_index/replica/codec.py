@@ -9,11 +9,12 @@ from __future__ import annotations
 from struct import Struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from prefix_index.blocks import BlockHash
+from prefix_index.events import EngineHash
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from prefix_index.blocks import BlockHash
-    from prefix_index.events import EngineHash
 
 HASH_BYTES: Final = 16
 # One bit says that copies follow (else: one copy in GPU memory), two what kind of name.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from prefix_index.blocks import BlockHash
 from prefix_index.replica.codec import (
     HASH_BYTES,
     SharedValueError,
@@ -18,7 +19,6 @@ from prefix_index.replica.codec import (
 from prefix_index.replica.link import answer
 
 if TYPE_CHECKING:
-    from prefix_index.blocks import BlockHash
     from prefix_index.events import EngineHash
     from prefix_index.index import Index
     from prefix_index.replica.lease import Shared

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from prefix_index.blocks import BlockHash
 from prefix_index.replica.codec import Head, pack_state
 
 if TYPE_CHECKING:
-    from prefix_index.blocks import BlockHash
     from prefix_index.events import EngineHash
     from prefix_index.index import Index
     from prefix_index.ingest import FeedChange

@@ -5,6 +5,7 @@ What cannot be had is None or absent, and ``missing`` says why; the lines that n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from urllib.parse import quote
 from gateway.client import get_json, get_text, post_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
 Document = dict[str, Any]
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from gateway.doctor.checklist import identity, prompts, routing, tiers, warmth, watching
+from gateway.doctor.checklist.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from gateway.doctor.checklist.facts import Facts
-    from gateway.doctor.checklist.verdict import Status, Verdict
+    from gateway.doctor.checklist.verdict import Status
 
     Check = Callable[[Facts], Verdict]
 
