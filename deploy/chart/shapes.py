@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from deploy.chart.values import alert_names
+from gateway.telemetry.requests import TTFT_BUCKETS_S
+
 Schema = dict[str, Any]
 
 # Names of Kubernetes objects, empty for "none".
@@ -95,6 +98,21 @@ LABELS: Schema = {
     "propertyNames": {"not": {"pattern": r"^(app\.kubernetes\.io|helm\.sh)/"}},
 }
 
+# Strictly between: 0 always passes, 1 never.
+RATIO: Schema = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+ALERTS = alert_names()
+# A label of a rule hides the one of what it is about, and some alerts are joined by those.
+ALERT_LABELS: Schema = {
+    **map_of({"type": "string", "minLength": 1}),
+    "propertyNames": {
+        "pattern": r"^[A-Za-z_][A-Za-z0-9_]*$",
+        "not": {
+            "pattern": r"^(__.*|alertname|alertstate|severity|namespace|pool|worker|state|why"
+            r"|instance|job)$"
+        },
+    },
+}
+
 SHAPES: dict[str, Schema] = {
     "global": VERBATIM,
     "nameOverride": text(OBJECT_NAME),
@@ -165,6 +183,16 @@ SHAPES: dict[str, Schema] = {
     "valkey.maxmemory": text(r"^[1-9][0-9]*([kmgKMG][bB]?|[bB])?$"),
     "metrics.serviceMonitor.interval": text(DURATION),
     "metrics.serviceMonitor.scrapeTimeout": text(DURATION),
+    "metrics.prometheusRule.bounds.ttftSeconds": {"enum": list(TTFT_BUCKETS_S)},
+    # The alert fires at 14.4 times this, and no share is above 1.
+    "metrics.prometheusRule.bounds.ttftLateRatio": {**RATIO, "exclusiveMaximum": 0.06},
+    "metrics.prometheusRule.bounds.*": RATIO,
+    "metrics.prometheusRule.severities": {
+        **map_of(one_of("critical", "warning", "info", "none")),
+        "propertyNames": {"enum": ALERTS},
+    },
+    "metrics.prometheusRule.alertLabels": ALERT_LABELS,
+    "metrics.prometheusRule.disabledAlerts": list_of({"enum": ALERTS}),
     "metrics.prometheusRule.runbookBaseUrl": text(r"^(https?://\S+)?$"),
     "metrics.dashboards.labelKey": {"type": "string", "minLength": 1},
     "warmup.schedule": text(CRON),

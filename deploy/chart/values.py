@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 CHART = Path(__file__).resolve().parents[2] / "helm" / "warmlane"
 VALUES = CHART / "values.yaml"
 
+RULES = CHART / "rules" / "warmlane.yaml"
+
 # Begins what is said of the value below; the form that helm-docs reads.
 MARK = "# --"
 
@@ -46,6 +48,13 @@ def read_values(text: str) -> list[Value]:
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     assert isinstance(root, yaml.MappingNode)
     return list(_walk(root, yaml.safe_load(text), (), text.splitlines()))
+
+
+def alert_names() -> list[str]:
+    """Return the names of the alerts that the chart ships, each once."""
+    groups = yaml.safe_load(RULES.read_text("utf-8"))["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    return list(dict.fromkeys(rule["alert"] for rule in rules if "alert" in rule))
 
 
 def _walk(
