@@ -19,7 +19,7 @@ from runner.errors import ApiError
 from runner.fields import parse_object
 from runner.kv_transfer import check_source
 from runner.openai import GenerationRequest, Surface, parse_generation
-from runner.responses import REQUEST_ID, SERVICE, json_response
+from runner.responses import REQUEST_ID, json_response, service_of
 from runner.streams import Generation, Piece, Plan
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 async def _answer(request: web.Request, surface: Surface) -> web.StreamResponse:
-    service = request.app[SERVICE]
+    service = service_of(request)
     arrived_s = service.clock()
     with service.in_flight():
         wanted = parse_generation(surface, parse_object(await request.read()))

@@ -13,7 +13,7 @@ from runner.errors import invalid
 from runner.fields import Fields, parse_object
 from runner.openai import check_chat
 from runner.peers import kv_blocks, peers_document
-from runner.responses import SERVICE, json_response
+from runner.responses import json_response, service_of
 from runner.tiers.peer import PATH
 
 if TYPE_CHECKING:
@@ -27,20 +27,20 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 async def health(request: web.Request) -> web.Response:
     """Answer 200 while requests are taken; 503 while draining."""
-    request.app[SERVICE].check_open()
+    service_of(request).check_open()
     return web.Response()
 
 
 async def models(request: web.Request) -> web.Response:
     """List the served model and, as vLLM does, its LoRA adapters below it."""
-    service = request.app[SERVICE]
+    service = service_of(request)
     cards = [_model(service, name) for name in (service.facts.name, *service.facts.adapters)]
     return json_response({"object": "list", "data": cards})
 
 
 async def model(request: web.Request) -> web.Response:
     """Describe a model by name."""
-    service = request.app[SERVICE]
+    service = service_of(request)
     name = request.match_info["name"]
     service.check_model(name)
     return json_response(_model(service, name))
@@ -61,7 +61,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 async def tokenize(request: web.Request) -> web.Response:
     """Tokenize a ``prompt``, or ``messages`` as a chat request would be, as vLLM does."""
-    service = request.app[SERVICE]
+    service = service_of(request)
     body = parse_object(await request.read())
     fields = Fields(body)
     service.check_model(fields.string("model", None))
@@ -99,19 +99,19 @@ def _token_texts(service: Service, fields: Fields, tokens: list[int]) -> list[st
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Forget all cached blocks; ``success`` is false if running requests keep some."""
-    reset = request.app[SERVICE].engine.reset_prefix_cache
+    reset = service_of(request).engine.reset_prefix_cache
     return json_response({"success": await asyncio.to_thread(reset)})
 
 
 async def metrics(request: web.Request) -> web.Response:
     """Return the Prometheus text."""
-    text = request.app[SERVICE].metrics.render()
+    text = service_of(request).metrics.render()
     return web.Response(body=text, headers={"content-type": METRICS_CONTENT_TYPE})
 
 
 async def cache(request: web.Request) -> web.Response:
     """Tell how many blocks are in which state, by tier, and who shares them."""
-    service = request.app[SERVICE]
+    service = service_of(request)
     stats = service.engine.stats()
     blocks = {
         "total": stats.pool_blocks,
@@ -142,19 +142,19 @@ def _tier(stats: TierStats) -> dict[str, Any]:
 
 async def decisions(request: web.Request) -> web.Response:
     """List the last decisions between restoring and recomputing, predicted and actual."""
-    listed = await asyncio.to_thread(request.app[SERVICE].engine.decisions)
+    listed = await asyncio.to_thread(service_of(request).engine.decisions)
     return json_response({"decisions": listed})
 
 
 async def selftest(request: web.Request) -> web.Response:
     """Stress-test the lower tiers that have a medium to test; ``disk`` is null without one."""
-    found = request.app[SERVICE].selftest
+    found = service_of(request).selftest
     return json_response({"disk": None if found is None else await found.run()})
 
 
 async def tokenizer(request: web.Request) -> web.Response:
     """Hand out the tokenizer, so that a gateway needs no copy of its files."""
-    service = request.app[SERVICE]
+    service = service_of(request)
     return json_response(
         {
             "tokenizer_json": service.files.tokenizer_json,
@@ -172,7 +172,7 @@ async def software_version(request: web.Request) -> web.Response:
 
 async def kv_event_sources(request: web.Request) -> web.Response:
     """Tell where KV events are published, by data-parallel rank; empty when they are not."""
-    publisher = request.app[SERVICE].publisher
+    publisher = service_of(request).publisher
     return json_response({} if publisher is None else {"0": publisher.describe()})
 
 

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from runner.errors import ApiError
 from runner.fields import Fields, parse_object
-from runner.responses import SERVICE
+from runner.responses import service_of
 from runner.tiers.record import KEY_BYTES, encode_head, head_bytes
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ async def kv_blocks(request: web.Request) -> web.StreamResponse:
     Raises:
         ApiError: 403 where blocks are not served; else as ``BlockServer.serve``.
     """
-    server = request.app[SERVICE].peers
+    server = service_of(request).peers
     if server is None:
         raise ApiError(
             403, "this runner does not serve its KV (--serve-peers)", code="peers_not_served"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import orjson
 import structlog
@@ -16,13 +17,22 @@ from runner.service import Service
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-SERVICE = web.AppKey("service", Service)
+# Weak: aiohttp keeps every application that has answered a request in a cache of its module, and
+# a stopped runner's model and pool would stay with it. The server holds the service.
+SERVICE = web.AppKey("service", ref[Service])
 REQUEST_ID = web.RequestKey("request_id", str)
 
 # A client's id is echoed and logged, so only visible ASCII of a sane length is taken over.
 _ACCEPTED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 log = structlog.get_logger(__name__)
+
+
+def service_of(request: web.Request) -> Service:
+    """Return what answers a request."""
+    service = request.app[SERVICE]()
+    assert service is not None, "its server is gone, and no request outlives that"
+    return service
 
 
 def json_response(

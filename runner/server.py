@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from typing import TYPE_CHECKING
+from weakref import ref
 
 from aiohttp import web
 
@@ -24,9 +25,9 @@ SHUTDOWN_TIMEOUT_S = 0.5
 
 
 def build_app(service: Service) -> web.Application:
-    """Return the application of one runner."""
+    """Return the application of one runner; the service is the caller's to keep."""
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[answer_errors])
-    app[SERVICE] = service
+    app[SERVICE] = ref(service)
     app.on_response_prepare.append(add_request_id)
     app.router.add_post("/v1/chat/completions", chat_completions)
     app.router.add_post("/v1/completions", completions)

@@ -119,7 +119,7 @@ class PromptPipeline:
         return list(draft.complete().token_ids)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, weakref_slot=True, kw_only=True)
 class Service:
     """Everything one runner serves with; used from the event loop only.
 
