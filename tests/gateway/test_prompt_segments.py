@@ -146,7 +146,7 @@ def test_a_memory_lives_as_long_as_its_pool_and_salts_never_meet() -> None:
     assert layout_of(same).moved
     assert not layout_of(other).moved
     assert len(pool.recurrence)
-    alive = weakref.ref(pool)
+    alive = weakref.ref(pool.recurrence)
     del pool, same, other
     gc.collect()
     assert alive() is None
