@@ -60,6 +60,8 @@ from gateway.console.decisions import Decisions
 if "metrics" not in kept:
     Telemetry.observe = Usage.observe = Usage.finished = lambda *_: None
     Decisions.add = lambda *_: None
+    if "log" not in kept:
+        Observing.observe = lambda self, record: self._parts.fleet.observe(record)
     async def idle(self):
         await asyncio.Event().wait()
     Observing.run = idle

@@ -22,6 +22,7 @@ from gateway.routing import segments
 from gateway.routing.decision_line import DecisionLogger
 from gateway.routing.metrics import DispatchCollector
 from gateway.routing.outcome import Outcome
+from gateway.telemetry.finished import Finished
 from gateway.telemetry.log_metrics import DecisionLogCollector
 from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.requests import Telemetry
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from gateway.replicas.load import LoadExchange
     from gateway.routing.dispatch import Dispatcher, Plan, Ticket
     from gateway.routing.pool import Worker
+    from gateway.telemetry.finished import Batch
     from gateway.telemetry.record import RequestRecord
     from gateway.tenancy import Tenancy
     from gateway.tenancy.exchange import BudgetExchange
@@ -91,7 +93,7 @@ class Observing:
     def __init__(self, settings: Settings, parts: Parts) -> None:
         self._parts = parts
         self.telemetry = Telemetry(outcomes=[outcome.value for outcome in Outcome])
-        self.usage = Usage(parts.fleet.pools, parts.tenancy.is_configured)
+        self.usage = Usage(parts.fleet.pools, parts.tenancy.is_configured, self.telemetry.overflows)
         logs_requests = settings.telemetry.log_level in ("debug", "info")
         self.request_log = RequestLog(sys.stderr.buffer) if logs_requests else None
         self.decision_log = make_decision_log(settings)
@@ -101,6 +103,8 @@ class Observing:
         if self.decision_log is not None:
             self._decisions = DecisionLogger(self.decision_log)
         self._recurrence_due_s = 0.0
+        self._over = Finished(self._tell)
+        self.telemetry.settle = self._over.settle
 
     def watch(self) -> None:
         """Let scrapes read the parts; once, when all of them are made."""
@@ -133,12 +137,8 @@ class Observing:
 
     def observe(self, record: RequestRecord) -> None:
         """Take note of a request of a client that is over."""
-        self.telemetry.observe(record)
         self._parts.fleet.observe(record)
-        self.usage.observe(record)
-        self.console.decisions.add(record)
-        if self.request_log is not None:
-            self.request_log.add(record)
+        self._over.add(record)
 
     def finished(self, plan: Plan, ticket: Ticket) -> None:
         """Take note of an attempt that is over."""
@@ -163,14 +163,27 @@ class Observing:
 
     def forget_worker(self, worker: Worker) -> None:
         """Drop the series of a worker that is no more; a second call does nothing more."""
+        # What it did last must not bring them back.
+        self._over.settle()
         self.telemetry.forget_worker(worker.id)
 
     def close(self) -> None:
         """Write what waits to be written."""
-        if self.request_log is not None:
-            self.request_log.flush()
+        self._over.settle()
         if self.decision_log is not None:
             self.decision_log.close()
+
+    def _tell(self, batch: Batch) -> None:
+        telemetry, usage, decisions = self.telemetry, self.usage, self.console.decisions
+        # One onlooker after the other: that is what they are told of many at a time for.
+        for _, record in batch:
+            telemetry.observe(record)
+        for _, record in batch:
+            usage.observe(record)
+        for at_s, record in batch:
+            decisions.add(at_s, record)
+        if self.request_log is not None:
+            self.request_log.write(batch)
 
     def _spans_lost(self) -> int:
         export = None if self.tracing is None else self.tracing.export

@@ -203,6 +203,7 @@ class Admin:
     async def usage(self, request: web.Request) -> web.Response:
         """``GET /admin/v1/usage``: what each configured tenant used, as JSON or CSV."""
         assert self._usage is not None, "the route exists only with an account"
+        self._telemetry.settle()
         document = self._usage.document()
         if not wants_csv(request.query, request.headers.get("accept", "")):
             return _json(request, document)

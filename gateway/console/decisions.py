@@ -5,15 +5,12 @@ No text of prompts and no keys: a record has neither.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from gateway.console.thresholds import ERROR_OUTCOMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from gateway.telemetry.record import RequestRecord
 
 # What a person scrolls through; at a thousand requests a second a fifth of a second.
@@ -25,26 +22,22 @@ MAX_CHARS = 96
 class Decisions:
     """The last requests that a pool was chosen for; event loop only.
 
-    Args:
-        clock_unix: Seconds since 1970.
-
     Attributes:
         requests: Pool name -> its requests that are over.
         errors: Pool name -> those of them that failed through no fault of the client's.
     """
 
-    def __init__(self, clock_unix: Callable[[], float] = time.time) -> None:
+    def __init__(self) -> None:
         self.requests: dict[str, int] = {}
         self.errors: dict[str, int] = {}
-        self._clock_unix = clock_unix
         self._last: deque[tuple[float, RequestRecord]] = deque(maxlen=MAX_DECISIONS)
 
-    def add(self, record: RequestRecord) -> None:
-        """Take note of a request that is over; it must not change any more. Below 1 us."""
+    def add(self, at_s: float, record: RequestRecord) -> None:
+        """Take note of a request that was over at ``at_s``, seconds since 1970. Below 1 us."""
         pool = record.pool
         if not pool:
             return  # refused before there was anything to decide
-        self._last.append((self._clock_unix(), record))
+        self._last.append((at_s, record))
         self.requests[pool] = self.requests.get(pool, 0) + 1
         if record.outcome in ERROR_OUTCOMES:
             self.errors[pool] = self.errors.get(pool, 0) + 1

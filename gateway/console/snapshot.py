@@ -76,9 +76,11 @@ class Snapshots:
     async def make(self, after_unix_s: float) -> dict[str, Any]:
         """Return an answer, with the decisions later than ``after_unix_s``."""
         reports = await self._slow()
+        self._telemetry.settle()
         workers = await in_slices(worker_rows(self._parts, self._telemetry, self._clock()))
         # Before the decisions are read: what is added later is told the next time.
         now_s, now_unix_s = self._clock(), self._clock_unix()
+        self._telemetry.settle()  # what ended meanwhile is before it
         return {
             "v": VERSION,
             "version": self._version,

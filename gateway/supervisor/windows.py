@@ -31,6 +31,7 @@ class ProcessWindows(msgspec.Struct):
 
 def pack(telemetry: Telemetry) -> bytes:
     """Return what this process saw, as JSON."""
+    telemetry.settle()
     now_s = telemetry.now_s()
     workers = {worker: observed.recent(now_s) for worker, observed in telemetry.workers.items()}
     return msgspec.json.encode(ProcessWindows(now_s, telemetry.fleet.recent(now_s), workers))

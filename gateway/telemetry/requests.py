@@ -16,7 +16,7 @@ from gateway.telemetry.build import BuildCollector
 from gateway.telemetry.by_hit import ByHit
 from gateway.telemetry.choices import Choices
 from gateway.telemetry.exposition import write
-from gateway.telemetry.factory import Factory
+from gateway.telemetry.factory import Count, Distribution, Factory
 from gateway.telemetry.lag import LoopLag
 from gateway.telemetry.observed import FLEET, Observed
 from gateway.telemetry.slices import in_slices
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from prometheus_client.registry import Collector
 
-    from gateway.telemetry.factory import Count, Distribution
     from gateway.telemetry.record import RequestRecord
 
 # OpenTelemetry's GenAI buckets, longer at the end for prefills of 100k tokens and queues before
@@ -66,6 +65,8 @@ class Telemetry:
         overflows: Label -> times that a value of it had no series of its own.
         request_tokens: Pool -> tokens of a request there, prompt and completion, a running mean.
         lag: Measures how late the event loop is; whoever owns the loop runs it.
+        settle: Has finished requests that wait recorded; whoever reads calls it first. Set by who
+            lets them wait.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Telemetry:
         self.fleet = Observed()
         self.workers: dict[str, Observed] = {}
         self.request_tokens: dict[str, float] = {}
+        self.settle: Callable[[], None] = lambda: None
         self._clock = clock
         self._outcomes = outcomes
         self._bound: dict[tuple[str, ...], _RequestSeries] = {}
@@ -188,10 +190,12 @@ class Telemetry:
 
     def render(self, *, open_metrics: bool = False) -> bytes:
         """Return the exposition text, in one go; for a live gateway see ``render_in_slices``."""
+        self.settle()
         return "".join(write(self.registry.collect(), open_metrics=open_metrics)).encode()
 
     async def render_in_slices(self, *, open_metrics: bool = False) -> bytes:
         """Return the exposition text, and let others run in between."""
+        self.settle()
         pieces = await in_slices(write(self.registry.collect(), open_metrics=open_metrics))
         return "".join(pieces).encode()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from gateway.tenancy.tenancy import used_tokens
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Iterator
 
     from gateway.telemetry.record import RequestRecord
@@ -44,16 +45,20 @@ class UsageAccount:
 
     Args:
         is_configured: Whether a tenant of that name is configured now.
+        overflows: Label -> times that a value of it had no series; counted here.
     """
 
-    def __init__(self, is_configured: Callable[[str], bool]) -> None:
+    def __init__(self, is_configured: Callable[[str], bool], overflows: Counter[str]) -> None:
         self._is_configured = is_configured
+        self._overflows = overflows
         self._tenants: dict[str, TenantUsage] = {}
         self._rest = TenantUsage()
 
     def observe(self, record: RequestRecord) -> None:
         """Take note of a finished request; about a microsecond, never raises."""
         usage = self._of(record.tenant)
+        if usage is self._rest and record.tenant:
+            self._overflows["tenant"] += 1
         usage.requests += 1
         prompt_tokens, output_tokens = used_tokens(record)
         usage.prompt_tokens += prompt_tokens

@@ -36,8 +36,10 @@ class HintCounts:
 
     def add(self, plan: Plan) -> None:
         """Count a served request. About a microsecond."""
-        hints = hints_of(plan.inbound)
-        count = self._pools.setdefault(plan.pool.name, Hinted())
+        hints, name = hints_of(plan.inbound), plan.pool.name
+        count = self._pools.get(name)
+        if count is None:
+            count = self._pools[name] = Hinted()
         count.requests += 1
         count.with_documents += hints.has_documents
         count.with_chunks += bool(hints.chunks)

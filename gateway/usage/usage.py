@@ -14,6 +14,7 @@ from gateway.usage.hints import HintCounts
 from gateway.usage.scale_down import scale_down
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Sequence
 
     from gateway.routing.plan import Plan
@@ -28,6 +29,7 @@ class Usage:
     Args:
         pools: All.
         is_configured: Whether a tenant of that name is configured now.
+        overflows: Gets how often a named tenant had no row of its own.
         clock: Monotonic seconds.
         clock_unix: Seconds since 1970.
 
@@ -41,11 +43,12 @@ class Usage:
         self,
         pools: Sequence[Pool],
         is_configured: Callable[[str], bool],
+        overflows: Counter[str],
         *,
         clock: Callable[[], float] = time.monotonic,
         clock_unix: Callable[[], float] = time.time,
     ) -> None:
-        self.account = UsageAccount(is_configured)
+        self.account = UsageAccount(is_configured, overflows)
         self.values = CacheValues(pools)
         self.hints = HintCounts()
         self._clock = clock

@@ -16,7 +16,6 @@ from gateway.supervisor.console import merge_console
 from gateway.telemetry.record import RequestRecord
 from tests.fakes.engine import openai_engine
 from tests.gateway.console_parts import TOKEN, consoled
-from tests.gateway.routing_parts import Clock
 from tests.gateway.test_supervisor import serving
 from tests.support import free_port, poll_until
 from tests.valkey import Valkey, valkey
@@ -141,18 +140,16 @@ async def test_no_text_of_prompts_and_no_key_is_in_it(tmp_path: Path) -> None:
 
 
 def test_the_last_decisions_are_kept_and_no_more() -> None:
-    clock = Clock()
-    decisions = Decisions(clock)
-    for number in range(MAX_DECISIONS + 50):
-        clock.now_s += 1.0
-        decisions.add(record(number))
-    decisions.add(record(pool="", outcome="refused"))
+    decisions, last = Decisions(), MAX_DECISIONS + 49
+    for number in range(last + 1):
+        decisions.add(float(number), record(number))
+    decisions.add(float(last), record(pool="", outcome="refused"))
     rows = decisions.rows()
     assert len(rows) == MAX_DECISIONS
-    assert rows[0]["request_id"] == f"r{MAX_DECISIONS + 49}"
-    assert decisions.requests == {"chat": MAX_DECISIONS + 50}
-    assert len(decisions.rows(clock.now_s - 3.0)) == 3
-    decisions.add(record(model="m" * 10_000, outcome="failed"))
+    assert rows[0]["request_id"] == f"r{last}"
+    assert decisions.requests == {"chat": last + 1}
+    assert len(decisions.rows(last - 3.0)) == 3
+    decisions.add(last + 1.0, record(model="m" * 10_000, outcome="failed"))
     assert len(decisions.rows()[0]["model"]) == MAX_CHARS
     assert decisions.errors == {"chat": 1}
 

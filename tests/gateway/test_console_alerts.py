@@ -35,7 +35,7 @@ def requests_fail(gateway: Gateway) -> Cure:
     decisions = gateway.observing.console.decisions
     for number in range(2 * ERROR_RATIO_MIN_REQUESTS):
         outcome = "upstream_error" if number % 10 == 0 else "ok"
-        decisions.add(RequestRecord(f"r{number}", "chat", pool="chat", outcome=outcome))
+        decisions.add(0.0, RequestRecord(f"r{number}", "chat", pool="chat", outcome=outcome))
     return lambda: None
 
 
@@ -199,9 +199,8 @@ async def test_a_few_failures_at_night_are_no_alert(tmp_path: Path) -> None:
     async with consoled(tmp_path) as running:
         console = running.gateway.observing.console
         for number in range(ERROR_RATIO_MIN_REQUESTS - 1):
-            console.decisions.add(
-                RequestRecord(f"r{number}", "chat", pool="chat", outcome="failed")
-            )
+            failed = RequestRecord(f"r{number}", "chat", pool="chat", outcome="failed")
+            console.decisions.add(0.0, failed)
         now_s = time.monotonic() + 1.0
         console.alerts.look(now_s)
         assert console.alerts.report(now_s)["active"] == []

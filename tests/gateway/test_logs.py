@@ -207,8 +207,7 @@ async def test_every_line_is_json_whatever_clients_write() -> None:
         "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16"),
     ]
     for text in odd:
-        log.add(RequestRecord(text, "chat", tenant=text, model=text, pool=text))
-    log.flush()
+        log.write([(0.0, RequestRecord(text, "chat", tenant=text, model=text, pool=text))])
     lines = stream.getvalue().split(b"\n")[:-1]
 
     assert [json.loads(line)["model"] for line in lines] == odd

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.telemetry.decision_log import DecisionLog
+from gateway.telemetry.finished import MAX_WAITING, WAIT_S, Finished
 from gateway.telemetry.log_metrics import DecisionLogCollector
 from gateway.telemetry.record import RequestRecord
-from gateway.telemetry.request_log import FLUSH_S, RequestLog
+from gateway.telemetry.request_log import RequestLog
 from gateway.telemetry.requests import Telemetry
 from tests.gateway.decision_parts import a_line
 
@@ -167,19 +169,36 @@ def test_the_decision_log_says_what_became_of_its_lines(tmp_path: Path) -> None:
     }
 
 
-async def test_lines_are_written_soon_and_at_the_end() -> None:
+def test_a_line_says_when_its_request_ended_and_what_is_known() -> None:
     stream = io.BytesIO()
-    log = RequestLog(stream)
-    log.add(record())
-    assert stream.getvalue() == b""
-    await asyncio.sleep(2 * FLUSH_S)
-    log.add(record(worker="w1", ttft_s=None))
-    log.flush()
+    RequestLog(stream).write([(0.25, record()), (1.5, record(worker="w1", ttft_s=None))])
 
     first, second = (json.loads(line) for line in stream.getvalue().splitlines())
     assert (first["event"], first["worker"], first["ttft_s"]) == ("request_finished", "w0", 0.25)
     assert second["ttft_s"] is None
-    assert datetime.fromisoformat(second["timestamp"]).tzinfo is UTC
+    assert datetime.fromisoformat(second["timestamp"]) == datetime.fromtimestamp(1.5, UTC)
+
+
+async def test_finished_requests_are_told_of_together_and_none_is_lost() -> None:
+    told, now = [], iter(range(10_000))
+    finished = Finished(lambda batch: told.append(list(batch)), lambda: float(next(now)))
+    records = [record() for _ in range(MAX_WAITING + 3)]
+    for each in records[:2]:
+        finished.add(each)
+    assert told == []
+    finished.settle()
+    assert told == [[(0.0, records[0]), (1.0, records[1])]]
+    for each in records[2:]:
+        finished.add(each)
+    assert len(told) == 2
+    # One is left, and told of without anybody asking.
+    deadline_s = time.monotonic() + 20.0
+    while len(told) < 3:
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(WAIT_S / 4)
+    assert [each for batch in told for _, each in batch] == records
+    finished.settle()
+    assert len(told) == 3
 
 
 @pytest.mark.parametrize("secret", ["prompt", "messages", "authorization", "api_key"])

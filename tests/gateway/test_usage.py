@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,9 @@ async def test_names_in_headers_make_no_rows_and_no_series() -> None:
         "other": 200, "t1": 1
     }  # fmt: skip
     assert len(series(metrics, "warmlane_tenant_")) == 2 * 5
+    assert series(metrics, "warmlane_label_overflows_") == {
+        ("warmlane_label_overflows_total", "tenant"): 200
+    }
 
 
 async def test_a_tenant_called_other_is_not_everybody_else() -> None:
@@ -175,7 +179,11 @@ class Floor:
         for worker in self.pool.workers.values():
             worker.learner = Fixed(H100)
         self.usage = Usage(
-            [self.pool], lambda name: name == "acme", clock=self.clock, clock_unix=lambda: 0.0
+            [self.pool],
+            lambda name: name == "acme",
+            Counter(),
+            clock=self.clock,
+            clock_unix=lambda: 0.0,
         )
         self.routes = Dispatcher(
             [self.pool], clock=self.clock, seed=1, on_finish=self.usage.finished
@@ -268,7 +276,7 @@ async def test_a_value_fades_and_ends_with_the_cache_it_was_of() -> None:
 
 async def test_queued_prefill_is_what_waits_at_workers_and_in_the_gateway() -> None:
     waiters = Waiters(1)
-    usage_of = Usage([waiters.pool], lambda _: False, clock=waiters.clock)
+    usage_of = Usage([waiters.pool], lambda _: False, Counter(), clock=waiters.clock)
     registry = CollectorRegistry()
     registry.register(UsageCollector(usage_of, waiters.routes, waiters.clock))
 
@@ -371,7 +379,7 @@ def test_the_page_names_every_field_and_metric() -> None:
     head = usage_csv(usage_document([], 0.0, 1.0)).decode().strip()
     assert head in page
     waiters = Waiters(1)
-    usage_of = Usage([waiters.pool], lambda _: False, clock=waiters.clock)
+    usage_of = Usage([waiters.pool], lambda _: False, Counter(), clock=waiters.clock)
     shown = {metric.name for metric in UsageCollector(usage_of, waiters.routes).collect()}
     named = {name.removesuffix("_total") for name in re.findall(r"`(warmlane_\w+)", page)}
     # The value of caches stands on the page of what they are worth.
