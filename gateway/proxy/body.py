@@ -68,8 +68,8 @@ async def _read_sent(request: web.Request, limits: Limits) -> bytes:
     try:
         async with asyncio.timeout(limits.body_s):
             return await _read_pieces(request, limits.body_bytes)
-    except TimeoutError as error:
-        raise BodyTimeout(f"The body did not arrive within {limits.body_s:g} s.") from error
+    except TimeoutError as late:
+        raise BodyTimeout(f"The body did not arrive within {limits.body_s:g} s.") from late
     except web.RequestPayloadError as error:
         raise InvalidRequest("The framing of the body is broken.", code="bad_framing") from error
 

@@ -227,20 +227,20 @@ class Sending:
         )
         try:
             answer = await (asked if left_s is None else within(left_s, asked))
-        except TimeoutError as error:
-            raise self._late(ticket) from error
-        except (ConnectFailed, ResetBeforeFirstByte) as error:
-            is_connect = isinstance(error, ConnectFailed)
+        except TimeoutError as late:
+            raise self._late(ticket) from late
+        except (ConnectFailed, ResetBeforeFirstByte) as untried:
+            is_connect = isinstance(untried, ConnectFailed)
             ticket.finish(Outcome.CONNECT_FAILED if is_connect else Outcome.UPSTREAM_RESET)
-            return await self._again(ticket, error)
-        except FirstByteTimeout as error:
+            return await self._again(ticket, untried)
+        except FirstByteTimeout as silent:
             ticket.finish(Outcome.FIRST_BYTE_TIMEOUT)
             raise WorkerTimeout(
                 f"Worker {ticket.worker.id} did not begin to answer within "
                 f"{limits.first_byte_s:g} s.",
                 code="first_byte_timeout",
                 should_retry=False,
-            ) from error
+            ) from silent
         except UpstreamError as error:
             ticket.finish(Outcome.UPSTREAM_ERROR)
             raise WorkerFailed(

@@ -211,10 +211,10 @@ class Upstream:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 connection = await self._connection(loop)
-        except TimeoutError as error:
+        except TimeoutError as late:
             raise ConnectFailed(
                 f"{self.url}: no connection within {self._connect_timeout_s} s"
-            ) from error
+            ) from late
         except (OSError, HostRefusedError) as error:
             raise ConnectFailed(f"{self.url}: {error}") from error
         return connection
