@@ -18,6 +18,7 @@ from tests.gateway.routing_parts import Clock, chat, dispatcher, hold, make_pool
 from tests.gateway.warm_parts import (
     Caching,
     Warming,
+    asking,
     end,
     item,
     text_of,
@@ -168,9 +169,22 @@ async def test_a_worker_that_dies_while_it_is_filled_is_given_up(tmp_path: Path)
         assert gateway.gateway.warmer.counts.failed["w0"] == 2
 
 
+async def heard(teller: Warming, hearer: Warming) -> None:
+    """Wait until one gateway has heard of all that another has routed so far."""
+    text = text_of(f"the last of {teller.url}")
+    await teller.ask(text, "?")
+    pool = hearer.gateway.fleet.pools[0]
+    assert pool.reader is not None
+    assert pool.index is not None
+    index, last = pool.index, pool.reader.chat(asking(text, "?")).complete().block_hashes[-1]
+    await poll_until(lambda: index.holds("w0", last), what="it is heard")
+
+
 async def test_of_several_gateways_one_fills_a_worker_and_all_let_it_start_slowly(
-    tmp_path: Path, valkey: Valkey
+    tmp_path: Path, valkey: Valkey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A box that is busy for longer must not make them believe that they are alone.
+    monkeypatch.setattr("gateway.routing.others.GONE_S", 60.0)
     engine = Caching()
     index = {"backend": "redis", "url": valkey.url}
     async with (
@@ -187,6 +201,9 @@ async def test_of_several_gateways_one_fills_a_worker_and_all_let_it_start_slowl
         for gateway in (first, second):
             await use(gateway, ["a", "b"])
             gateway.gateway.warmer.keeper.look()
+        # A process that starts takes longer than news of what was routed to the one before.
+        await heard(first, second)
+        await heard(second, first)
         raw.seen.clear()
         engine.restart()
         for gateway in (first, second):
