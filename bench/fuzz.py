@@ -1,4 +1,4 @@
-"""Fuzz what reads bytes from outside: event streams, KV events, the client port, the API.
+"""Fuzz what reads bytes from outside: event streams, KV events, forms, the client port, the API.
 
     python -m bench.fuzz front --seconds 600
     python -m bench.fuzz sse events --seconds 600 --engine atheris
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NAMES = ("sse", "events", "front", "api")
+NAMES = ("sse", "events", "forms", "front", "api")
 MAX_BYTES = 6000
 
 

@@ -7,6 +7,7 @@ import json
 from random import Random
 from typing import TYPE_CHECKING
 
+from bench import fuzz_forms
 from bench.fuzz_front import PATHS, Fronts
 from gateway.proxy.sse import StreamObserver
 from gateway.proxy.sse_typed import TypedObserver
@@ -153,6 +154,7 @@ TARGETS: dict[str, tuple[Callable[[], Callable[[bytes], None]], list[bytes], lis
             b"extra_keys",
         ],
     ),
+    "forms": (lambda: fuzz_forms.check, fuzz_forms.SEEDS, fuzz_forms.WORDS),
     "front": (
         Front,
         [

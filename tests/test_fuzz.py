@@ -11,7 +11,7 @@ from bench.fuzz_front import Fronts
 from bench.fuzz_targets import TARGETS
 
 
-@pytest.mark.parametrize("name", ["sse", "events", "front"])
+@pytest.mark.parametrize("name", ["sse", "events", "forms", "front"])
 def test_what_comes_from_outside_is_read_one_way_and_breaks_nothing(name: str) -> None:
     make, seeds, words = TARGETS[name]
     target, random = make(), Random(7)

@@ -1,6 +1,9 @@
-"""The model that a ``multipart/form-data`` body names. Pure.
+"""The fields of a ``multipart/form-data`` body: which model it names, and how some are taken out.
 
 The body is searched from delimiter to delimiter; no part of it is copied, however large its files.
+Parsers differ in what they forgive, and what one of them takes for a field another may not see. So
+a form that can be read in two ways is refused: then engines find the very fields that were found
+here.
 
 Source: RFC 7578 (form data), RFC 2046, 5.1.1 (delimiters).
 """
@@ -8,19 +11,43 @@ Source: RFC 7578 (form data), RFC 2046, 5.1.1 (delimiters).
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.errors import InvalidRequest
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+FORM = "multipart/form-data"
 _BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,70})"|([^\s;,"]{1,70}))', re.IGNORECASE)
-_NAME = re.compile(
-    rb'^content-disposition:[^\n]*?;[ \t]*name="?model"?[ \t]*(?:;|$)', re.IGNORECASE | re.MULTILINE
-)
+_BOUNDARIES = re.compile(r"boundary[*0-9]*[ \t]*=", re.IGNORECASE)
+# One header a line, nothing folded, and no control that some take for the end of a line.
+_HEAD = re.compile(rb"(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\x00-\x08\x0a-\x1f]*)+")
+_DISPOSITION = re.compile(rb"\r\ncontent-disposition:([^\r]*)", re.IGNORECASE)
+# Its parameters, each closed: whether a quote within quotes ends them depends on the parser.
+_PARAMETER = rb""";[ \t]*([\w*-]+)=("(?:[^"\\]|\\[^"])*"|[^\s;"\\=,]+)[ \t]*"""
+_PARAMETERS = re.compile(_PARAMETER)
+_FORM_DATA = re.compile(rb"[ \t]*form-data[ \t]*(?:" + _PARAMETER + rb")+", re.IGNORECASE)
+# Wherever else a parser could begin to read a name, inside of quotes too.
+_NAMES = re.compile(rb"[;\s\"]name[*0-9]*[ \t]*=", re.IGNORECASE)
+# Of characters that no parser takes for escaped or encoded.
+_NAME = re.compile(rb"[\w.$@:/\[\]-]{1,200}")
 # A part's headers are a disposition and a type.
 _MAX_HEAD_BYTES = 4096
 # Forms have a dozen fields; each costs a search.
 MAX_PARTS = 256
 MAX_MODEL_BYTES = 512
+# What may stand behind the end: ends of lines.
+_MAX_REST_BYTES = 16
+
+
+class Part(NamedTuple):
+    """A part of a form: its name, where its delimiter and its value begin, where the value ends."""
+
+    name: str
+    at: int
+    start: int
+    end: int
 
 
 class Field(NamedTuple):
@@ -35,12 +62,34 @@ def boundary_of(content_type: str) -> bytes:
     """Return what separates the parts of a body.
 
     Raises:
-        InvalidRequest: If the header does not say.
+        InvalidRequest: If the header does not say, or says it twice.
     """
     match = _BOUNDARY.search(content_type)
-    if match is None:
-        raise InvalidRequest("multipart/form-data: expected a boundary.", code="bad_multipart")
+    if match is None or len(_BOUNDARIES.findall(content_type)) != 1:
+        raise _bad("multipart/form-data: expected one boundary.")
     return (match[1] or match[2]).encode("latin-1", "replace")
+
+
+def parts_of(body: bytes, content_type: str) -> list[Part]:
+    """Return the parts of a form, in order.
+
+    Raises:
+        InvalidRequest: If the body is no form, or one that can be read in two ways.
+    """
+    mark = b"--" + boundary_of(content_type)
+    at = 2 if body.startswith(b"\r\n") else 0
+    if not body.startswith(mark, at):
+        raise _bad("The body does not begin with its boundary.")
+    parts: list[Part] = []
+    while not body.startswith(b"--", at + len(mark)):
+        if len(parts) == MAX_PARTS:
+            raise _bad(f"The form has more than {MAX_PARTS} parts.")
+        parts.append(_part(body, at, mark))
+        at = parts[-1].end + 2
+    end = at + len(mark) + 2
+    if len(body) - end > _MAX_REST_BYTES or body[end:].strip(b"\r\n"):
+        raise _bad("The form goes on behind its end.")
+    return parts
 
 
 def model_of(body: bytes, content_type: str) -> Field:
@@ -49,32 +98,72 @@ def model_of(body: bytes, content_type: str) -> Field:
     Raises:
         InvalidRequest: If there is none or several, or the body is no form.
     """
-    delimiter = b"--" + boundary_of(content_type)
-    if not body.startswith(delimiter) and b"\r\n" + delimiter not in body[:_MAX_HEAD_BYTES]:
-        raise InvalidRequest("The body does not begin with its boundary.", code="bad_multipart")
-    at = body.find(delimiter)
-    delimiter = b"\r\n" + delimiter
-    found: Field | None = None
-    for _ in range(MAX_PARTS):
-        at = body.find(b"\r\n", at + len(delimiter) - 2)
-        head_end = body.find(b"\r\n\r\n", at, at + _MAX_HEAD_BYTES) if at >= 0 else -1
-        if head_end < 0:
-            break
-        start, end = head_end + 4, body.find(delimiter, head_end + 2)
-        if end < 0:
-            raise InvalidRequest("The body breaks off inside a part.", code="bad_multipart")
-        if _NAME.search(body[at:head_end].replace(b"\r\n", b"\n")):
-            if found is not None:
-                raise InvalidRequest("'model' stands twice in the form.", param="model")
-            found = _field(body, start, end)
-        if body.startswith(b"--", end + len(delimiter)):
-            break
-        at = end
-    else:
-        raise InvalidRequest(f"The form has more than {MAX_PARTS} parts.", code="bad_multipart")
-    if found is None:
+    found = [part for part in parts_of(body, content_type) if part.name == "model"]
+    if not found:
         raise InvalidRequest("'model' is required in the form.", param="model")
-    return found
+    if len(found) > 1:
+        raise InvalidRequest("'model' stands twice in the form.", param="model")
+    return _field(body, found[0].start, found[0].end)
+
+
+def with_model(body: bytes, field: Field, model: str) -> bytes:
+    """Return the form with another model; all other bytes stay."""
+    return body[: field.start] + model.encode() + body[field.end :]
+
+
+def with_parts(body: bytes, changes: Iterable[tuple[Part, bytes | None]]) -> bytes:
+    """Return the form with other values of some parts, in their order; without those of None."""
+    pieces: list[bytes] = []
+    at = 0
+    for part, value in changes:
+        if value is None:
+            # The delimiter that follows now separates from what stands before.
+            pieces.append(body[at : part.at])
+            at = part.end + 2
+        else:
+            pieces += (body[at : part.start], value)
+            at = part.end
+    return b"".join((*pieces, body[at:]))
+
+
+def _part(body: bytes, at: int, mark: bytes) -> Part:
+    """Return the part whose delimiter stands at ``at``."""
+    head_at = at + len(mark)
+    head_end = body.find(b"\r\n\r\n", head_at, head_at + _MAX_HEAD_BYTES)
+    head = body[head_at:head_end] if head_end >= 0 else b""
+    name = _name(head) if _HEAD.fullmatch(head) else b""
+    if not name:
+        raise _bad("Each part of the form needs one plain name.")
+    start = head_end + 4
+    return Part(name.decode(), at, start, _end(body, start, mark))
+
+
+def _name(head: bytes) -> bytes:
+    """Return the one name in a part's headers; empty if it is not sure that it is read alike."""
+    dispositions = _DISPOSITION.findall(head)
+    if len(dispositions) != 1 or not _FORM_DATA.fullmatch(dispositions[0]):
+        return b""
+    if len(_NAMES.findall(dispositions[0])) != 1:
+        return b""
+    found = [value for key, value in _PARAMETERS.findall(dispositions[0]) if key.lower() == b"name"]
+    name = found[0].strip(b'"') if found else b""
+    return name if _NAME.fullmatch(name) else b""
+
+
+def _end(body: bytes, start: int, mark: bytes) -> int:
+    """Return where the value ends that begins at ``start``."""
+    found = start
+    for _ in range(MAX_PARTS):
+        at = body.find(mark, found)
+        if at < 0:
+            raise _bad("The body breaks off inside a part.")
+        before = body[at - 2 : at]
+        if before == b"\r\n" and at - 2 >= start:
+            return at - 2
+        if before.endswith((b"\r", b"\n")):
+            break  # some parsers end the part here
+        found = at + len(mark)
+    raise _bad("The boundary stands inside a part.")
 
 
 def _field(body: bytes, start: int, end: int) -> Field:
@@ -89,6 +178,5 @@ def _field(body: bytes, start: int, end: int) -> Field:
     return Field(value, start, end)
 
 
-def with_model(body: bytes, field: Field, model: str) -> bytes:
-    """Return the form with another model; all other bytes stay."""
-    return body[: field.start] + model.encode() + body[field.end :]
+def _bad(message: str) -> InvalidRequest:
+    return InvalidRequest(message, code="bad_multipart")

@@ -26,7 +26,7 @@ from gateway.proxy.body import parse_body
 from gateway.proxy.counting import count_tokens
 from gateway.proxy.delivery import own_lines
 from gateway.proxy.forward import Proxy
-from gateway.proxy.headers import request_id_from
+from gateway.proxy.headers import request_id_from, told_as_json
 from gateway.proxy.responses import AiohttpExchange, error_response, json_response
 from gateway.proxy.transfers import without_transfers
 from gateway.routing.bodies import KnownBodies
@@ -202,8 +202,8 @@ class Api:
         except ConnectionError:
             _client_closed(record)
             raise
-        except Exception as error:
-            log.error("request_failed", request_id=record.request_id, exc_info=error)
+        except Exception as fault:
+            log.error("request_failed", request_id=record.request_id, exc_info=fault)
             failure = GatewayError("The gateway failed on this request.", code="internal_error")
             _refuse(exchange, failure, record)
         finally:
@@ -248,6 +248,7 @@ class Api:
         if known is None:
             known = self._bodies.add(tenant.name, surface, body, parse_body(body, surface))
         if not tenant.may_transfer:
+            exchange.head = told_as_json(exchange.head)
             kept, document = without_transfers(body, known.document)
             if kept is not body:
                 body = kept

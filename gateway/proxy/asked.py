@@ -8,20 +8,21 @@ import orjson
 
 from gateway.errors import InvalidRequest
 from gateway.protocols.anthropic import to_chat
-from gateway.protocols.multipart import model_of
+from gateway.protocols.multipart import FORM, model_of
 from gateway.protocols.responses import ResponseHomes, readable, routing_text
 from gateway.proxy.body import parse_body
+from gateway.proxy.headers import told_as_json
 from gateway.proxy.speech import Speech
-from gateway.proxy.transfers import without_transfers
+from gateway.proxy.transfers import form_without_transfers, without_transfers
 from gateway.proxy.ways import MessagesWay, PassedOn, ResponsesWay, Way
 from gateway.routing.dispatch import Inbound
+from gateway.tenancy.salts import SALT_FIELDS
 
 if TYPE_CHECKING:
     from gateway.front.exchange import Exchange
     from gateway.protocols.surfaces import SurfaceSpec
     from gateway.tenancy import Tenant
 
-_FORM = "multipart/form-data"
 # Members that routing reads whatever the API.
 _FOR_ROUTING = ("user", "prompt_cache_key", "warmlane", "stream", "model")
 
@@ -62,13 +63,17 @@ class Asking:
         """
         target = f"{exchange.path}?{exchange.query}" if exchange.query else exchange.path
         kind = exchange.headers.get("content-type") or ""
-        if spec.way == "pass" and kind.lower().startswith(_FORM):
+        if spec.way == "pass" and kind.lower().startswith(FORM):
+            if not tenant.may_transfer:
+                also = () if tenant.may_salt and not tenant.salt else SALT_FIELDS
+                body = form_without_transfers(body, kind, also)
             field = model_of(body, kind)
             document = {"model": field.value}
             inbound = _inbound("none", document, exchange, tenant, request_id)
             return Asked(inbound, body, PassedOn(target, None, field))
         document = parse_body(body, "messages" if spec.way == "messages" else "other")
         if not tenant.may_transfer:
+            exchange.head = told_as_json(exchange.head)
             body, document = without_transfers(body, document)
         if spec.way == "messages":
             return self._messages(document, target, body, exchange, tenant, request_id)

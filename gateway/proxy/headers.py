@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterable
 
 from gateway.errors import HeadTooLarge
+from gateway.front.exchange import RequestHead
 
 RawPairs = Iterable[tuple[bytes, bytes]]
 
@@ -36,6 +37,11 @@ _random = random.Random()
 MAX_REQUEST_ID_CHARS = 128
 # vLLM's connectors for prefill elsewhere connect to the addresses behind these in a request's id.
 _ADDRESS_MARKS = ("___prefill_addr_", "___decode_addr_")
+_KIND = b"content-type"
+_KIND_LINE = _KIND + b":"
+# What engines of some frameworks read by other rules than JSON's.
+_FORMS = ("multipart/", "application/x-www-form-urlencoded")
+_JSON = b"application/json"
 # Names are chosen by clients, so what is remembered of them must end somewhere.
 _MAX_KNOWN_NAMES = 1000
 
@@ -86,12 +92,27 @@ def to_worker(
     raw = _without_named(raw, connection.encode() if connection else b"")
     forwarded = _forwarded if keeps_keys else _forwarded_without_keys
     lines = [prefix + value for name, value in raw if (prefix := forwarded[name])]
+    kinds = [line for line in lines if line[:13].lower() == _KIND_LINE]
+    if len(kinds) > 1:  # the first is the one by which the body is read here
+        lines = [line for line in lines if line is kinds[0] or line not in kinds]
     # Answers are observed as they pass, so they must not be compressed.
     lines.append(b"accept-encoding: identity\r\n")
     block = b"\r\n".join(lines)
     if len(block) > max_bytes:
         raise HeadTooLarge(f"headers are {len(block)} bytes, the limit is {max_bytes}")
     return block
+
+
+def told_as_json(head: RequestHead) -> RequestHead:
+    """Return the head of a request whose body was read as JSON, saying so where it says otherwise.
+
+    An engine that believed it would read other fields than those that were found here.
+    """
+    kind = head.headers.get("content-type")
+    if kind is None or kind == "application/json" or not kind.lower().startswith(_FORMS):
+        return head
+    raw = [(name, _JSON if name.lower() == _KIND else value) for name, value in head.raw]
+    return RequestHead(raw, head.headers, head.num_hosts)
 
 
 def to_client(raw: RawPairs, connection: bytes) -> bytes:

@@ -11,10 +11,17 @@ SGLang (``bootstrap_*``), TensorRT-LLM (``disaggregated_params``).
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
 
+import orjson
+
+from gateway.protocols.multipart import parts_of, with_parts
 from gateway.proxy.splice import splice
 from prefix_index.canonical.spans import members
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 PARAMS = "kv_transfer_params"
 # What bounds a request's own KV, and so harms nobody.
@@ -33,6 +40,8 @@ _REMOVED = (
     "disagg_prefill_dp_rank",
 )
 _ALL = frozenset({PARAMS, _EXTRA, *_REMOVED})
+# Frameworks make objects of fields such as ``a[b]`` and ``a.b``.
+_ROOT = re.compile(r"[^.\[]*")
 
 
 def without_transfers(body: bytes, document: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
@@ -59,6 +68,46 @@ def without_transfers(body: bytes, document: dict[str, Any]) -> tuple[bytes, dic
         value = [body[m.value_start : m.end] for m in members(body) if m.name == name][-1]
         put[name] = splice(value, drop=unwanted)
     return splice(body, put=put, drop=drop), kept
+
+
+def form_without_transfers(body: bytes, content_type: str, also: Collection[str] = ()) -> bytes:
+    """Return a form without what a client may not say; as given where there is nothing.
+
+    What is an object keeps what it may in a body of JSON; what is none, or one spread over several
+    fields, is left out whole: how an engine would read it is not known.
+
+    Args:
+        body: As the client sent it.
+        content_type: With its boundary.
+        also: More fields to leave out.
+
+    Raises:
+        InvalidRequest: If it is no form, or one that can be read in two ways.
+    """
+    changes: list[tuple[Any, bytes | None]] = []
+    for part in parts_of(body, content_type):
+        root = _ROOT.match(part.name.lower())
+        if root is not None and (root[0] in _ALL or root[0] in also):
+            value = body[part.start : part.end]
+            kept = _kept_value(part.name, value)
+            if kept != value:
+                changes.append((part, kept))
+    return with_parts(body, changes) if changes else body
+
+
+def _kept_value(name: str, value: bytes) -> bytes | None:
+    """Return what stays of a form's field; None if nothing does."""
+    if name not in (PARAMS, _EXTRA):
+        return None
+    try:
+        given = orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(given, dict):
+        return None
+    before = b'{"%b":' % name.encode()
+    kept, _ = without_transfers(before + value + b"}", {name: given})
+    return kept[len(before) : -1]
 
 
 def _unwanted(name: str, given: object) -> frozenset[str]:
