@@ -9,6 +9,7 @@ _TYPES = {
     404: "not_found_error",
     413: "invalid_request_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 
@@ -21,7 +22,10 @@ class ApiError(Exception):
         param: The body field at fault.
         code: A word programs can test.
         retry_after_s: When to come back, for 503.
+        should_retry: What OpenAI's clients are told about trying again; None leaves it to them.
     """
+
+    should_retry: bool | None = None
 
     def __init__(
         self,
@@ -57,6 +61,20 @@ class GenerationFailedError(ApiError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(500, f"generation failed: {reason}", code="engine_error")
+
+
+class DeadlineExceededError(ApiError):
+    """The time that whoever asked gave this request is over; its request has ended."""
+
+    # Who has no time left decides alone whether to begin anew.
+    should_retry = False
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(
+            504,
+            f"the {timeout_s:g} s that this request was given are over",
+            code="deadline_exceeded",
+        )
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -15,7 +15,8 @@ import structlog
 from aiohttp import web
 
 from runner.answers import AnswerShape, ChatShape, Choice, CompletionShape, Json
-from runner.errors import ApiError
+from runner.deadline import HEADER, Deadline
+from runner.errors import ApiError, DeadlineExceededError
 from runner.fields import parse_object
 from runner.kv_transfer import check_source
 from runner.openai import GenerationRequest, Surface, parse_generation
@@ -53,12 +54,15 @@ async def _answer(request: web.Request, surface: Surface) -> web.StreamResponse:
     service = service_of(request)
     arrived_s = service.clock()
     with service.in_flight():
-        wanted = parse_generation(surface, parse_object(await request.read()))
-        service.check_model(wanted.model)
-        allowed = service.puller.figures() if service.puller is not None else ()
-        check_source(wanted.offload.source, allowed)
-        prompts = await service.prompts.of(wanted)
-        return await _Job(service, wanted, prompts, request[REQUEST_ID], arrived_s).run(request)
+        deadline = Deadline.of(request.headers.get(HEADER), service.clock)
+        async with deadline.limit():
+            wanted = parse_generation(surface, parse_object(await request.read()))
+            service.check_model(wanted.model)
+            allowed = service.puller.figures() if service.puller is not None else ()
+            check_source(wanted.offload.source, allowed)
+            prompts = await service.prompts.of(wanted)
+        job = _Job(service, wanted, prompts, deadline, request[REQUEST_ID], arrived_s)
+        return await job.run(request)
 
 
 @dataclass(slots=True)
@@ -68,10 +72,11 @@ class _Job:
     service: Service
     wanted: GenerationRequest
     prompts: list[list[int]]
+    deadline: Deadline
     request_id: str
     arrived_s: float
     ttft_s: float | None = None
-    has_failed: bool = False
+    error: ApiError | None = None
 
     async def run(self, request: web.Request) -> web.StreamResponse:
         generation = self._generation()
@@ -80,13 +85,14 @@ class _Job:
                 if self.wanted.stream:
                     return await self._stream(request, generation)
                 return await self._whole(generation)
-        except ApiError:
-            self.has_failed = True
+        except ApiError as error:
+            self.error = error
             raise
         finally:
             # Every sample is counted once, those that a vanished client left too.
+            is_error = self._outcome(generation) == "error"
             for _ in range(generation.num_unfinished):
-                self.service.metrics.finished("error" if self.has_failed else "abort")
+                self.service.metrics.finished("error" if is_error else "abort")
             self._log(generation)
 
     def _generation(self) -> Generation:
@@ -102,7 +108,11 @@ class _Job:
             stop=self.wanted.stop,
         )
         return Generation(
-            self.service.engine, self.service.detokenizer, plan, self._note_first_token
+            self.service.engine,
+            self.service.detokenizer,
+            plan,
+            self._note_first_token,
+            self.deadline,
         )
 
     def _note_first_token(
@@ -165,7 +175,7 @@ class _Job:
                 await response.write(_events(ending) + DONE)
             except ApiError as error:
                 # In-band, and no `[DONE]`: the text so far is all there will be.
-                self.has_failed = True
+                self.error = error
                 response.force_close()
                 await response.write(_events([error.body()]))
 
@@ -178,15 +188,21 @@ class _Job:
             if needs_all or piece.text or piece.finish_reason is not None
         )
 
+    def _outcome(self, generation: Generation) -> str:
+        if isinstance(self.error, DeadlineExceededError):
+            return "deadline"
+        if self.error is not None:
+            return "error"
+        return "client_closed" if generation.num_unfinished else "ok"
+
     def _log(self, generation: Generation) -> None:
         usage = generation.usage
-        left = "client_closed" if generation.num_unfinished else "ok"
         log.info(
             "request_finished",
             request_id=self.request_id,
             surface=self.wanted.surface,
             stream=self.wanted.stream,
-            outcome="error" if self.has_failed else left,
+            outcome=self._outcome(generation),
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,

@@ -49,6 +49,8 @@ def error_response(error: ApiError) -> web.Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
+    if error.should_retry is not None:
+        headers["x-should-retry"] = str(error.should_retry).lower()
     return json_response(error.body(), error.status, headers)
 
 

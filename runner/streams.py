@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
+    from runner.deadline import Deadline
     from runner.types import EngineStats, HitSource
 
 
@@ -92,10 +93,11 @@ class OutputQueue:
         self._lock = threading.Lock()
         self._is_woken = False
 
-    def put(self, output: TokenOutput) -> None:
-        """Append an output; called from the engine thread."""
+    def put(self, output: TokenOutput | None) -> None:
+        """Append an output, or none to have ``take`` return; from any thread."""
         with self._lock:
-            self._waiting.append(output)
+            if output is not None:
+                self._waiting.append(output)
             if self._is_woken:
                 return
             self._is_woken = True
@@ -106,7 +108,7 @@ class OutputQueue:
             return
 
     async def take(self) -> list[TokenOutput]:
-        """Return all outputs that wait, at least one."""
+        """Return all outputs that wait; none only after ``put(None)``."""
         await self._ready.wait()
         with self._lock:
             self._ready.clear()
@@ -151,7 +153,8 @@ class Generation:
 
     ``on_first_token(prompt_tokens, cached_tokens, hit_source)`` is called once per prompt.
 
-    Use as an async context manager: leaving it aborts whatever still runs.
+    Use as an async context manager: leaving it aborts whatever still runs, and so does the end of
+    ``deadline``, whatever its reader does then.
 
     Attributes:
         usage: Token counts so far.
@@ -165,8 +168,12 @@ class Generation:
         tokenizer: Tokenizer,
         plan: Plan,
         on_first_token: Callable[[int, int, HitSource | None], None],
+        deadline: Deadline,
     ) -> None:
         self.usage = Usage()
+        self._deadline = deadline
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_over = False
         self._engine = engine
         self._plan = plan
         self._queue = OutputQueue()
@@ -186,7 +193,14 @@ class Generation:
         self.num_choices = self.num_unfinished = len(self._samples)
 
     async def __aenter__(self) -> Generation:
-        """Submit every prompt."""
+        """Submit every prompt.
+
+        Raises:
+            DeadlineExceededError: If its time is over; nothing is submitted then.
+        """
+        self._deadline.check()
+        if (left_s := self._deadline.left_s()) is not None:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
         try:
             for request_id, (ids, params) in zip(
                 self._request_ids, self._plan.prompts, strict=True
@@ -212,7 +226,14 @@ class Generation:
 
     async def __aexit__(self, *exception: object) -> None:
         """Abort what still runs."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._abort_unfinished()
+
+    def _expire(self) -> None:
+        self._is_over = True
+        self._abort_unfinished()
+        self._queue.put(None)
 
     def _abort_unfinished(self) -> None:
         running = {sample.request_id for sample in self._samples.values() if not sample.is_finished}
@@ -224,13 +245,13 @@ class Generation:
 
         Raises:
             GenerationFailedError: If the engine reports an error for any choice.
+            DeadlineExceededError: When the deadline is over.
         """
         while self.num_unfinished:
-            pieces = [
-                piece
-                for output in await self._queue.take()
-                if (piece := self._piece(output)) is not None
-            ]
+            outputs = await self._queue.take()
+            if self._is_over:
+                raise self._deadline.error()
+            pieces = [piece for output in outputs if (piece := self._piece(output)) is not None]
             if pieces:
                 yield pieces
 
