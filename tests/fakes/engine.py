@@ -90,7 +90,10 @@ class RawEngine:
         return f"http{'s' if self._ssl else ''}://{host}:{self.port}"
 
     async def __aenter__(self) -> RawEngine:
-        self._server = await asyncio.start_server(self._accept, self.host, self.port, ssl=self._ssl)
+        # Room for bursts: what is turned away is tried again by the kernel only after a second.
+        self._server = await asyncio.start_server(
+            self._accept, self.host, self.port, ssl=self._ssl, backlog=1024
+        )
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 

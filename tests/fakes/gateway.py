@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from gateway.telemetry.record import RequestRecord
 
 CHAT = "/v1/chat/completions"
+# A busy machine takes seconds to accept a hundred connections, which is no fault to tell of.
+CONNECT_S = 30.0
 # The front of the gateways that a test starts.
 default_front: Front = "raw"
 
@@ -97,7 +99,7 @@ async def gateway(
     Without ``front`` it has the one of the test (``tests/gateway/conftest.py``).
     """
     if pools is None:
-        workers = [worker(f"w{i}", url, connect_timeout_s=1.0) for i, url in enumerate(urls)]
+        workers = [worker(f"w{i}", url, connect_timeout_s=CONNECT_S) for i, url in enumerate(urls)]
         pools = [Pool("chat", models=["m"], aliases=aliases or {}, workers=workers)]
     dispatcher = Dispatcher(pools, seed=0)
     records: list[RequestRecord] = []

@@ -261,7 +261,7 @@ async def test_enough_time_changes_nothing() -> None:
 async def test_the_gateways_own_limit_holds_whatever_a_client_allows() -> None:
     async with (
         RawEngine(lambda _: stream(TEXT, End.HANG)) as engine,
-        gateway(engine.url, limits=Limits(request_s=0.3)) as gw,
+        gateway(engine.url, limits=Limits(request_s=1.5)) as gw,
         asyncio.timeout(10),
     ):
         _, body, _ = await gw.post(body=chat(stream=True), headers=timeout("1000"))

@@ -212,7 +212,7 @@ async def test_a_stream_whose_framing_breaks_ends_in_an_error_event() -> None:
 async def test_a_stream_that_never_ends_is_cut_at_the_request_limit() -> None:
     async with (
         RawEngine(lambda _: stream(TEXT, End.HANG)) as engine,
-        gateway(engine.url, limits=Limits(request_s=0.3)) as gw,
+        gateway(engine.url, limits=Limits(request_s=1.5)) as gw,
     ):
         _, body, _ = await gw.post(body=chat(stream=True))
         await poll_until(lambda: engine.num_aborted == 1)

@@ -20,7 +20,7 @@ NOBODY = "http://127.0.0.1:9"
 
 
 async def answer(client: RawClient) -> tuple[int, dict[str, str], bytes]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         status, headers = await client.head()
         return status, headers, await client.reader.readexactly(int(headers["content-length"]))
 
@@ -38,7 +38,7 @@ async def refusal(
         await asyncio.sleep(pause_s)
     status, headers, body = await reading
     if ends:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert await client.rest() == b""
     await client.close()
     assert headers["x-request-id"]
@@ -64,7 +64,7 @@ async def test_a_head_that_does_not_end_is_refused_in_time(start: bytes, is_firs
             assert (await answer(client))[0] == 200
         await client.send(start)
         status, _, body = await answer(client)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert await client.rest() == b""
         await client.close()
 
@@ -90,12 +90,12 @@ async def test_a_body_that_trickles_in_gets_no_more_time(framing: str) -> None:
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["never used", "used"])
 async def test_an_idle_connection_is_closed_without_a_word(is_used: bool) -> None:
-    async with openai_engine() as engine, gateway(engine.url, limits=Limits(idle_s=0.2)) as gw:
+    async with openai_engine() as engine, gateway(engine.url, limits=Limits(idle_s=1.0)) as gw:
         client = await RawClient.connect(gw.port)
         if is_used:
             await client.send(wire(BODY))
             assert (await answer(client))[0] == 200
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert await client.rest() == b""
         await client.close()
 
@@ -182,7 +182,7 @@ async def test_a_client_that_stops_reading_is_given_up_at_the_request_limit() ->
     script = stream(*[big] * 300, End.HANG)
     async with (
         RawEngine(lambda _: script) as engine,
-        gateway(engine.url, limits=Limits(request_s=0.5)) as gw,
+        gateway(engine.url, limits=Limits(request_s=2.0)) as gw,
     ):
         client = await RawClient.connect(gw.port)
         await client.send(wire(json.dumps(chat(stream=True)).encode()))
@@ -196,14 +196,14 @@ async def test_a_client_that_stops_reading_is_given_up_at_the_request_limit() ->
 
 
 async def test_minutes_of_silence_are_waited_for_and_peers_are_probed() -> None:
-    """Scaled down: half a second of silence, with every other limit far below it."""
-    limits = Limits(head_s=0.1, body_s=0.1, idle_s=0.1, first_byte_s=10, request_s=10)
-    silent = stream(0.6, content("a", "stop"))
+    """Scaled down: two seconds of silence, with every other limit far below it."""
+    limits = Limits(head_s=0.5, body_s=0.5, idle_s=0.5, first_byte_s=60, request_s=60)
+    silent = stream(2.0, content("a", "stop"))
     async with RawEngine(lambda _: silent) as engine, gateway(engine.url, limits=limits) as gw:
         started_s = time.monotonic()
         client = await RawClient.connect(gw.port)
         await client.send(wire(json.dumps(chat(stream=True)).encode()))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert (await client.head())[0] == 200
             await client.reader.readuntil(b'"a"')
         await client.close()
@@ -217,7 +217,7 @@ async def test_minutes_of_silence_are_waited_for_and_peers_are_probed() -> None:
             for connection in upstream._open
         ]
 
-    assert time.monotonic() - started_s > 0.5
+    assert time.monotonic() - started_s > 1.9
     assert all(options)
 
 

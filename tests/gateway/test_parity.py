@@ -71,7 +71,7 @@ class Tokenizing:
 
 def make_check(url: str, engine: str = "vllm", **options: Any) -> tuple[ParityCheck, Clock]:
     clock = Clock()
-    worker = Worker("w0", url, upstream=Upstream(url, connect_timeout_s=1.0))
+    worker = Worker("w0", url, upstream=Upstream(url, connect_timeout_s=30.0))
     pool = Pool(
         "chat", models=["m"], engine=engine, reader=reader(), index=Index(BLOCK), workers=[worker]
     )

@@ -16,13 +16,14 @@ from gateway.routing.pool import Pool, Retry
 from gateway.routing.routes import Route, Routes
 from gateway.tenancy import TrustedPeers
 from tests.fakes.engine import DONE, FINISH, End, RawEngine, answer, content, openai_engine, stream
-from tests.fakes.gateway import Gateway, chat, gateway, worker
+from tests.fakes.gateway import CONNECT_S, Gateway, chat, gateway, worker
 from tests.gateway.gate_parts import SLOW
 from tests.support import free_port, poll_until
 
 
 def pool_of(name: str, *urls: str, **options: object) -> Pool:
-    workers = [worker(f"{name}-{i}", url, connect_timeout_s=1.0) for i, url in enumerate(urls)]
+    ids = {f"{name}-{i}": url for i, url in enumerate(urls)}
+    workers = [worker(id_, url, connect_timeout_s=CONNECT_S) for id_, url in ids.items()]
     return Pool(name, models=["m"], workers=workers, **options)  # type: ignore[arg-type]
 
 
