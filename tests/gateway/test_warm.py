@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gateway.routing.cost import CostModel
 from tests.fakes.engine import End, Script, Seen, answer, head
 from tests.fakes.gateway import RawClient, wire
 from tests.gateway.routing_parts import BLOCK
@@ -25,6 +26,7 @@ from tests.gateway.warm_parts import (
     text_of,
     warming_over,
 )
+from tests.gateway.worth_parts import Fixed
 from tests.support import poll_until
 
 
@@ -625,6 +627,21 @@ async def test_beside_users_one_short_piece_goes_at_a_time_and_the_worker_is_lef
     assert len(pieces) > 3  # no document went in one
     for (at_s, took_s), (next_s, _) in itertools.pairwise(pieces):
         assert next_s >= at_s + took_s / 0.2
+
+
+async def test_beside_users_of_a_quick_engine_a_piece_is_a_step(tmp_path: Path) -> None:
+    engine = Caching()
+    step = CostModel(token_s=2e-5, attention_s=1e-12, step_s=0.006, context_s=1e-9)
+    async with warming_over(tmp_path, engine) as (gateway, _):
+        gateway.gateway.fleet.pools[0].workers["w0"].learner = Fixed(step)
+        await gateway.ask("a short question", "from a user who reads the answer now")
+        first = len(engine.computed)
+        events = await gateway.warm([item("d", text_of("d", 4000))])
+    assert end(events)["warm"] == 1
+    pieces = engine.computed[first:]
+    # As many tokens as a step takes, in whole blocks, and the one more that is sent.
+    assert max(pieces) <= step.step_s / step.token_s + 1
+    assert sum(pieces) >= 4000
 
 
 async def test_without_users_documents_are_computed_together(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from tests.gateway.warm_parts import Warming, asking, end, item, of, text_of
 from tests.live_runner import LiveRunner
 from tests.support import poll_until
 
+# Real weights on a busy box: what is computed in a second takes minutes.
+pytestmark = pytest.mark.timeout(300)
 CHARS = 1200
 
 
