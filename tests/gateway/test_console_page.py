@@ -85,6 +85,7 @@ async def test_names_from_outside_stay_text(tmp_path: Path, page: Page) -> None:
             for number in range(3):
                 await running.ask(number, HOSTILE)
             console = running.gateway.observing.console
+            running.gateway.observing.telemetry.settle()
             for row in [entry for _, entry in console.decisions._last]:
                 row.request_id, row.reason, row.model = HOSTILE, HOSTILE, HOSTILE
                 row.outcome = row.worker = row.source = HOSTILE
