@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from deploy.dashboards.board import Board
+from deploy.dashboards.discovery import DISCOVERY
 from deploy.dashboards.panels import Panel, Query, Row, Threshold
 from deploy.dashboards.queries import fact, gauge, rate, total
 
@@ -284,5 +285,5 @@ INDEX: Final = Board(
     name="index",
     title="Warmlane / Index and replicas",
     about="Is what the gateways believe about workers true and young.",
-    rows=(_NUMBERS, _INDEX, _EVENTS, _REPLICAS),
+    rows=(_NUMBERS, _INDEX, _EVENTS, DISCOVERY, _REPLICAS),
 )

@@ -37,6 +37,7 @@ _BY_FILTERS: Final[dict[tuple[str, ...], str]] = {
         warmlane_kv_event_orphans_total warmlane_kv_event_rejected_total
         warmlane_kv_event_implausible_total warmlane_kv_event_stored_blocks_total
         warmlane_kv_event_removed_blocks_total
+        warmlane_pulls_total warmlane_pulled_tokens_total
     """,
     _POOL: """
         warmlane_routing_decisions_total warmlane_routed_requests_total warmlane_route_seconds
@@ -49,7 +50,8 @@ _BY_FILTERS: Final[dict[tuple[str, ...], str]] = {
         warmlane_index_published_blocks_total
         warmlane_other_gateways warmlane_load_age_seconds
         warmlane_warm_keep_runs_total warmlane_worth_reuse_gain_seconds warmlane_worth_saved_seconds
-        warmlane_worth_cost_seconds warmlane_worth_lost_tokens
+        warmlane_worth_cost_seconds warmlane_worth_lost_tokens warmlane_worth_verdict
+        warmlane_discovery_up warmlane_discovery_workers warmlane_discovery_failures_total
     """,
     _WORKER: """
         warmlane_warm_computed_tokens_total warmlane_warm_cached_tokens_total
@@ -75,6 +77,9 @@ _BY_FILTERS: Final[dict[tuple[str, ...], str]] = {
         warmlane_runner_loads_failed_total warmlane_runner_stores_dropped_total
         warmlane_runner_stores_failed_total warmlane_runner_damaged_blocks_total
         warmlane_runner_tier_paused warmlane_tier_queue_bytes warmlane_tier_oldest_seconds
+        warmlane_peer_pull_bytes_total warmlane_peer_pull_seconds_total
+        warmlane_peer_pulls_failed_total warmlane_peer_served_bytes_total
+        warmlane_peer_refused_total warmlane_peer_cut_short_total
     """,
 }
 

@@ -6,6 +6,7 @@ from typing import Final
 
 from deploy.dashboards.board import Board
 from deploy.dashboards.panels import Panel, Query, Row, Threshold
+from deploy.dashboards.pulls import PULLS
 from deploy.dashboards.queries import fact, fact_rate, gauge, rate
 from deploy.dashboards.tiers import MOVING, TIERS
 
@@ -208,5 +209,5 @@ WORKERS: Final = Board(
     name="workers",
     title="Warmlane / Workers and tiers",
     about="Load, memory, what is given up, and how moving KV between tiers goes.",
-    rows=(_NUMBERS, _LOAD, TIERS, MOVING, _HEALTH),
+    rows=(_NUMBERS, _LOAD, TIERS, MOVING, PULLS, _HEALTH),
 )

@@ -214,6 +214,20 @@ _TIERS: Final = Row(
             ),
         ),
         Panel(
+            title="Is a lower tier worth it?",
+            shows="1 for the verdict that holds, by tenant: `yes`, `no`, or `unknown` while too "
+            "little was seen; without a tenant it is the whole pool.",
+            metric="warmlane_worth_verdict",
+            maximum=1.0,
+            empty="Not known yet",
+            queries=(
+                Query(
+                    f"{fact('warmlane_worth_verdict', by='pool, tenant, verdict')} == 1",
+                    "{{pool}} {{tenant}} {{verdict}}",
+                ),
+            ),
+        ),
+        Panel(
             title="Gain of one restore",
             shows="What one restore gains over computing, at the gateway that sees it worst; "
             "negative where it loses time.",
