@@ -285,7 +285,7 @@ class EngineCore:
             num_loading=len(scheduler.loading),
             loading_blocks=pool.num_loading,
             pinned_blocks=pool.num_pinned,
-            stall_s_total=self._stall_s_total,
+            stall_s_total=self._stall_s_total + self._stepper.stalled_s,
             hit_tokens=scheduler.reuse.hit_tokens.copy(),
             miss_tokens=scheduler.reuse.miss_tokens.copy(),
             orphans_total=self._leases.orphans_total,

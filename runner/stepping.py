@@ -27,6 +27,9 @@ class Stepper:
         kv: The pool's memory.
         tiers: Hear of every pass; None without tiers.
         clock: Monotonic seconds.
+
+    Attributes:
+        stalled_s: How long steps have stood still for loads; known only with tiers.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Stepper:
         self._kv = kv
         self._tiers = tiers
         self._clock = clock
+        self.stalled_s = 0.0
 
     def forward(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, Sequence[int]]:
         """Compute one batch; see ``Model.forward``."""
@@ -43,7 +47,7 @@ class Stepper:
             return self._model.forward(chunks, self._kv)
         begun_s = self._clock()
         result = self._model.forward(chunks, self._kv)
-        self._kv.wait()
+        self.stalled_s += self._kv.wait()
         elapsed_s = self._clock() - begun_s
         sizes = [(len(chunk.token_ids), chunk.end) for chunk in chunks]
         self._tiers.observe_step(

@@ -175,7 +175,7 @@ class EngineStats:
         loading_blocks: Blocks that a load may be writing.
         pinned_blocks: Blocks nobody references that are read for a store or a peer.
         stall_s_total: Seconds with requests and nothing to compute, since all of them waited for
-            KV.
+            KV, and seconds within steps whose layers waited for theirs.
         hit_tokens: ``hit_tokens_total`` by where they were.
         miss_tokens: The other queried tokens by reason.
         orphans_total: Leases on pool blocks freed at their deadline.

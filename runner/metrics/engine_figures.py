@@ -101,7 +101,7 @@ class EngineFigures(Collector):
             yield total(
                 "gpu_stall_due_to_kv_restore",
                 "Seconds the engine stood still for KV on its way.",
-                self._stall_s(stats),
+                stats.stall_s_total,
             )
 
     def _twins(self, stats: EngineStats) -> Iterator[Metric]:
@@ -131,7 +131,7 @@ class EngineFigures(Collector):
             (
                 "restore_stall_seconds",
                 "Time the engine stood still for KV on its way.",
-                self._stall_s(stats),
+                stats.stall_s_total,
             ),
             (
                 "reuse_gain_predicted_seconds",
@@ -150,9 +150,6 @@ class EngineFigures(Collector):
             ),
         ):
             yield self._identity.counter(f"warmlane_runner_{name}", text, value)
-
-    def _stall_s(self, stats: EngineStats) -> float:
-        return stats.stall_s_total + self._transfers.stalled_s
 
 
 def _misses(stats: EngineStats) -> int:

@@ -32,7 +32,6 @@ class TransferMeter:
         predicted_s: What finished restores were expected to save.
         gained_s: What those saved that were quicker than computing.
         lost_s: What those lost that were slower.
-        stalled_s: How long the engine stood still for transfers.
 
     Args:
         model: Served model name.
@@ -56,7 +55,6 @@ class TransferMeter:
         self.predicted_s = 0.0
         self.gained_s = 0.0
         self.lost_s = 0.0
-        self.stalled_s = 0.0
 
     def transferred(
         self, tier: TierName, direction: Direction, elapsed_s: float, num_bytes: int
@@ -65,11 +63,6 @@ class TransferMeter:
         del num_bytes
         self.times.labels(**self._labels, tier=tier, direction=direction).observe(elapsed_s)
         self.recent[direction].add(elapsed_s)
-
-    def stalled(self, elapsed_s: float) -> None:
-        """Note time the engine stood still since a load was not there yet."""
-        with self._lock:
-            self.stalled_s += max(0.0, elapsed_s)
 
     def gained(self, predicted_s: float, actual_s: float) -> None:
         """Note what a finished restore was to save and did; negative if it lost."""

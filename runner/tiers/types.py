@@ -263,10 +263,6 @@ class TransferObserver(Protocol):
         """Note a finished transfer."""
         ...
 
-    def stalled(self, elapsed_s: float) -> None:
-        """Note time the engine stood still since a load was not there yet."""
-        ...
-
     def gained(self, predicted_s: float, actual_s: float) -> None:
         """Note what a finished restore was to save and did; negative if it lost."""
         ...

@@ -43,6 +43,7 @@ class Lagging:
 
     def __init__(self, is_pinned: bool = True) -> None:
         self.main = Stream()
+        self.now_s = 0.0
         self._is_pinned = is_pinned
         self._own: list[torch.Tensor] = []
 
@@ -61,8 +62,22 @@ class Lagging:
     def wait(self, event: tuple[Stream, int]) -> None:
         event[0].run_to(event[1])
 
+    def mark(self, stream: Stream) -> list[float]:
+        passed: list[float] = []
+        stream.put(lambda: passed.append(self.now_s))
+        return passed
+
+    def elapsed_s(self, first: list[float], second: list[float]) -> float:
+        return second[0] - first[0]
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        stream.put(lambda: target.copy_(source))
+        """Copying takes a second."""
+
+        def work() -> None:
+            target.copy_(source)
+            self.now_s += 1.0
+
+        stream.put(work)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         self._own.append(torch.zeros(num_bytes, dtype=torch.uint8))
@@ -164,6 +179,34 @@ def test_a_step_that_is_replayed_as_a_whole_waits_for_all_groups() -> None:
     pool.order.wait_for(load)
 
     assert set(pool.data[0].flatten().tolist()) == {2.0}
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["as a whole", "by layers"])
+@pytest.mark.parametrize("num_late", [0, 1, 4])
+def test_what_steps_wait_for_loads_is_told_and_what_they_compute_is_not(
+    num_late: int, is_whole: bool
+) -> None:
+    api = Lagging()
+    pool, mover = make(api, 4)
+    source = memoryview(np.full(mover.block_bytes // 4, 2.0, np.float32)).cast("B")
+    load = mover.begin_in([source], [0])
+    pool.order.announce(load)
+    if num_late < len(load.events):
+        api.wait(load.events[-1 - num_late])
+
+    def compute() -> None:
+        api.now_s += 10.0
+
+    if is_whole:
+        pool.order.before_step()
+    for layer in range(4):
+        pool.order.before_layer(layer)
+        api.main.put(compute)
+    pool.order.after_step()
+
+    assert pool.wait() == num_late
+    launch(api, pool, compute)
+    assert pool.wait() == 0.0
 
 
 def test_layer_groups_are_for_pinned_memory_only() -> None:

@@ -67,7 +67,6 @@ def busy() -> RunnerMetrics:
         meter.transferred(tier, "read", 0.002, 1000)
     meter.transferred("disk", "write", 0.01, 1000)
     meter.gained(0.5, 0.4)
-    meter.stalled(0.1)
     metrics.finished("stop")
     return metrics
 
@@ -280,13 +279,6 @@ def test_gains_and_losses_are_counted_apart_since_counters_only_grow() -> None:
     assert samples["warmlane_runner_reuse_gain_predicted_seconds_total"] == {(): 3.0}
     assert samples["warmlane_runner_reuse_gain_actual_seconds_total"] == {(): 1.5}
     assert samples["warmlane_runner_reuse_loss_actual_seconds_total"] == {(): 0.25}
-
-
-def test_standstill_that_transfers_report_adds_to_that_of_the_engine() -> None:
-    metrics, meter = made()
-    meter.stalled(0.5)
-
-    assert found(metrics)["gpu_stall_due_to_kv_restore"] == {(): 2.0}
 
 
 def test_any_thread_may_report_while_another_renders() -> None:

@@ -77,6 +77,13 @@ class Lazy:
             self._changed.wait_for(lambda: self._num_done >= event or not self.is_lazy, 60)
         self._run_to(event)
 
+    def mark(self, stream: str) -> int:
+        return self._num_done
+
+    def elapsed_s(self, first: int, second: int) -> float:
+        """A copy takes a second."""
+        return float(second - first)
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: str) -> None:
         if stream != "load":
             target.copy_(source)
@@ -286,6 +293,22 @@ def test_a_step_begins_before_all_layers_are_there_and_every_bit_is_the_same(
     chain = world.chain(prompt)
     found = pool.find(chain, 6)
     assert [rows[block].numpy().tobytes() for block in found] == kept
+
+
+def test_what_a_step_waits_for_its_layers_is_counted_as_a_stall(
+    make_world: Callable[..., World],
+) -> None:
+    world = make_world()
+    prompt = prompt_of(100)
+    world.store(prompt)
+    assert world.driver.core.stats().stall_s_total == 0
+    world.api.be_lazy(True)
+    world.driver.complete(prompt + TAIL)
+    assert world.driver.core.stats().stall_s_total == world.api.num_in_steps > 0
+    # Later steps have waited for nothing.
+    before = world.driver.core.stats().stall_s_total
+    world.driver.complete(prompt_of(30, seed=1))
+    assert world.driver.core.stats().stall_s_total == before
 
 
 @pytest.mark.parametrize("at", [0, 2, 4])

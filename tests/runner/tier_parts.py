@@ -244,9 +244,6 @@ class Observer:
     ) -> None:
         self.moves.append((tier, direction, num_bytes))
 
-    def stalled(self, elapsed_s: float) -> None:
-        raise AssertionError("nobody stalls here")
-
     def gained(self, predicted_s: float, actual_s: float) -> None:
         pass
 

@@ -68,9 +68,9 @@ class CudaKvPool(KvPool):
         self.order.before_step()
         super().copy_block(source, target)
 
-    def wait(self) -> None:
+    def wait(self) -> float:
         """See ``KvPool``."""
-        self.order.wait_for_step()
+        return self.order.wait_for_step()
 
     def new_mover(self) -> CudaBlockMover:
         """See ``KvPool``."""

@@ -50,6 +50,14 @@ class StreamApi(Protocol):
         """Block the calling thread until an event has happened."""
         ...
 
+    def mark(self, stream: Any) -> Any:
+        """Return what remembers when all that is on the stream now was done."""
+        ...
+
+    def elapsed_s(self, first: Any, second: Any) -> float:
+        """Return the seconds from one mark to another; both must have been passed."""
+        ...
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """Put a copy on a stream; host memory must stay as it is until it is done."""
         ...
@@ -94,6 +102,16 @@ class CudaStreams:
         """See ``StreamApi``."""
         event.synchronize()
 
+    def mark(self, stream: Any) -> Any:
+        """See ``StreamApi``."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def elapsed_s(self, first: Any, second: Any) -> float:
+        """See ``StreamApi``."""
+        return float(first.elapsed_time(second)) / 1e3
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """See ``StreamApi``."""
         with torch.cuda.stream(stream):
@@ -125,6 +143,13 @@ class HostStreams:
 
     def wait(self, event: None) -> None:
         """See ``StreamApi``."""
+
+    def mark(self, stream: None) -> None:
+        """See ``StreamApi``."""
+
+    def elapsed_s(self, first: None, second: None) -> float:
+        """See ``StreamApi``; nobody waits here."""
+        return 0.0
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: None) -> None:
         """See ``StreamApi``."""
@@ -166,14 +191,22 @@ class PoolOrder:
         self._store_lock = threading.Lock()
         self._announced: list[GroupedLoad] = []
         self._last_groups = self._last_step
+        # Around everything that a step waited for a load, until somebody asks how long.
+        self._holds: list[tuple[Any, Any]] = []
 
     def mark_step(self) -> None:
         """Note that all of a step has been launched; engine thread only."""
         self._last_step = self._api.record(self._api.compute())
 
-    def wait_for_step(self) -> None:
-        """Block until the last step is done; engine thread only."""
+    def wait_for_step(self) -> float:
+        """Block until the last step is done; engine thread only.
+
+        Returns:
+            Seconds that the device stood still for loads in the steps since the last call.
+        """
         self._api.wait(self._last_step)
+        holds, self._holds = self._holds, []
+        return sum(self._api.elapsed_s(begun, ended) for begun, ended in holds)
 
     def store(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy out of the pool into pinned memory; done when this returns. Transfer threads."""
@@ -228,16 +261,21 @@ class PoolOrder:
         """Let a step's layer wait for its group of every announced load; engine thread only."""
         for load in self._announced:
             if layer in load.first_layers:
-                event = load.events[load.first_layers.index(layer)]
-                self._api.hold(self._api.compute(), event)
+                self._hold_step(load.events[load.first_layers.index(layer)])
 
     def before_step(self) -> None:
         """Let a whole step wait for every announced load; engine thread only."""
         for load in self._announced:
-            self._api.hold(self._api.compute(), load.events[-1])
+            self._hold_step(load.events[-1])
         self._announced.clear()
 
     def after_step(self) -> None:
         """Note the end of a step that has waited layer by layer; engine thread only."""
         self._announced.clear()
         self.mark_step()
+
+    def _hold_step(self, event: Any) -> None:
+        compute = self._api.compute()
+        begun = self._api.mark(compute)
+        self._api.hold(compute, event)
+        self._holds.append((begun, self._api.mark(compute)))
