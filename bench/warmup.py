@@ -3,6 +3,7 @@
     python -m bench.warmup --tokenizer models/smollm2
     python -m bench.warmup --tokenizer models/smollm2 --parts floor --documents 100
     python -m bench.warmup --tokenizer models/smollm2 --parts traffic --mocks
+    python -m bench.warmup --tokenizer models/smollm2 --parts traffic --mocks --slowdown 1 --beside 80
 
 Two bundled runners and the gateway as processes, and the command as an operator types it. Each
 part compares within one run, in turn, so that a shared box weighs on both sides alike.
@@ -11,7 +12,8 @@ part compares within one run, in turn, so that a shared box weighs on both sides
   tokens computed and TTFT.
 - ``traffic``: users' TTFT without and beside a warm-up of new documents. With ``--mocks`` the
   engines only take their time and no CPU, so that a small or busy box does not slow them down
-  beside each other: what is left is what the warm-up's manners cost.
+  beside each other: what is left is what the warm-up's manners cost. Five pairs take some five
+  minutes; a quick engine needs more documents, or the warm-up is over before users asked much.
 - ``floor``: a warm-up of all documents against sending half of them to each runner, with nothing in
   between.
 """
@@ -59,6 +61,12 @@ SYSTEM = "Answer from the document.\n\n"
 QUESTION_WORDS = 12
 # Users of `traffic`: part of those of `bench.fleet`, who ask about documents and converse.
 USERS = ("document", "document", "chat")
+# KV of each engine unless asked for: for two thirds of a part's documents, since hashing does not
+# place half on each, and for the users.
+PLACED_SHARE = 0.65
+USERS_TOKENS = 16_384
+# The first questions of `traffic` meet empty caches, whoever is beside them.
+LEAD_S = 5.0
 SETTLE_DEADLINE_S = 60.0
 
 
@@ -200,43 +208,57 @@ async def _first_touches(bench: Bench, texts: Sequence[str]) -> list[float]:
 
 
 async def traffic(bench: Bench) -> None:
-    """Users' TTFT without and beside a warm-up, in interleaved pairs."""
-    ratios = []
+    """Users' TTFT without and beside a warm-up, in interleaved pairs.
+
+    Both sides of a pair have the same users with the same questions, from empty caches; as long as
+    the warm-up ran is what counts of either.
+    """
+    ratios, everybody = [], {"alone": list[float](), "beside": list[float]()}
     for number in range(bench.options.pairs):
-        await bench.reset()
         _, manifest = bench.documents(bench.options.beside)
-        sides: dict[str, float] = {}
+        seed = bench.rng.randrange(1 << 30)
+        seen: dict[str, list[tuple[float, float]]] = {}
+        took_s = bench.options.window_s
         for side in ("alone", "beside") if number % 2 == 0 else ("beside", "alone"):
-            warming = asyncio.create_task(bench.warm(manifest)) if side == "beside" else None
-            ttfts_s = await _users(bench, warming)
-            sides[side] = _p95(ttfts_s)
-            if warming is not None:
-                took_s, result = await warming
+            await bench.reset()
+            users = asyncio.create_task(_users(bench, seed))
+            await asyncio.sleep(LEAD_S)
+            if side == "beside":
+                took_s, result = await bench.warm(manifest)
                 assert result["exit_code"] == 0, result
-                sides["warm_up_s"] = took_s
+            seen[side] = await users
+        end_s = LEAD_S + min(took_s, bench.options.window_s)
+        sides: dict[str, Any] = {"warm_up_s": took_s}
+        for side, ttfts_s in seen.items():
+            counted = [ttft_s for asked_s, ttft_s in ttfts_s if LEAD_S <= asked_s <= end_s]
+            everybody[side] += counted
+            sides |= {side: _p95(counted), f"{side}_asks": len(counted)}
         ratios.append(sides["beside"] / sides["alone"])
         _print({"part": "traffic", "pair": number, **sides, "ratio": ratios[-1]})
-    _print({"part": "traffic", "beside_over_alone": "p95_ttft_s", **_spread(ratios)})
+    pooled = _p95(everybody["beside"]) / _p95(everybody["alone"])
+    of_all = {"of_all_asks": round(pooled, 3)}
+    _print({"part": "traffic", "beside_over_alone": "p95_ttft_s", **_spread(ratios), **of_all})
 
 
-async def _users(bench: Bench, warming: asyncio.Task[Any] | None) -> list[float]:
-    """New users with new documents; beside a warm-up only what they asked while it ran counts."""
-    ttfts_s: list[float] = []
-    workload = Workload(bench.rng.randrange(1 << 30), RUNNER_SHAPE)
+async def _users(bench: Bench, seed: int) -> list[tuple[float, float]]:
+    """Let users ask for a while; return when each asked, and its TTFT."""
+    seen: list[tuple[float, float]] = []
+    workload = Workload(seed, RUNNER_SHAPE)
+    started_s = time.monotonic()
 
     async def user(client: Conversation) -> None:
-        for _ in range(bench.options.asks):
+        while (asked_s := time.monotonic() - started_s) < LEAD_S + bench.options.window_s:
             ask = client.next()
             assert ask is not None, "these users never end"
             ttft_s, answer = await ask_one(bench.session, bench.url, ask)
             client.answered(answer)
-            if ttft_s is not None and (warming is None or not warming.done()):
-                ttfts_s.append(ttft_s)
+            if ttft_s is not None:
+                seen.append((asked_s, ttft_s))
             await asyncio.sleep(client.rng.expovariate(1 / bench.options.think_s))
 
     clients = (workload.client(kind, number) for number, kind in enumerate(USERS))
     await asyncio.gather(*map(user, clients))
-    return ttfts_s
+    return seen
 
 
 async def floor(bench: Bench) -> None:
@@ -326,17 +348,21 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=2000, help="of a document, about tokens")
     parser.add_argument("--documents", type=int, default=100, help="of `floor`")
     parser.add_argument("--touches", type=int, default=40, help="documents of `touches`")
-    parser.add_argument("--beside", type=int, default=20, help="documents of `traffic`, each pair")
-    parser.add_argument("--asks", type=int, default=40, help="questions of each user in `traffic`")
+    parser.add_argument("--beside", type=int, default=5, help="documents of `traffic`, each pair")
+    parser.add_argument("--window-s", type=float, default=20.0, help="of each side of `traffic`")
     parser.add_argument("--think-s", type=float, default=1.0, help="mean pause of a user")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pool-tokens", type=int, default=131_072, help="KV tokens of each runner")
+    parser.add_argument("--pool-tokens", type=int, help="KV tokens of each engine; 23 KB each")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--mocks", action="store_true", help="timed mock engines, not runners")
     parser.add_argument("--slowdown", type=float, default=20.0, help="stretches the mocks' times")
     options = parser.parse_args()
     options.runners = 0 if options.mocks else 2
+    if options.pool_tokens is None:
+        counts = {"touches": options.touches, "traffic": options.beside, "floor": options.documents}
+        most = max(counts[part] for part in options.parts) * options.words
+        options.pool_tokens = int(PLACED_SHARE * most) + USERS_TOKENS
     asyncio.run(run(options))
 
 
