@@ -11,7 +11,11 @@ The first rounds of a scenario are cold for everybody: bodies that no router has
 listed apart. Streams: CPU per chunk with 300 open streams, and the TTFT that the router adds to the
 mock's own at 50 streams a second.
 
+With ``--compiled`` the gateway of a compiled wheel is measured beside that of the sources.
+
     python -m bench.dataplane --peers /opt/dataplane --rounds 5
+    WARMLANE_COMPILE=1 pip wheel --no-deps --wheel-dir dist .
+    python -m bench.dataplane --peers /opt/dataplane --compiled dist/warmlane-*.whl
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+import zipfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +42,7 @@ ROOT = Path(__file__).parents[1]
 MOCK_PORT = 9101
 NUM_MOCKS = 4
 OURS_PORT = 9500
+COMPILED_PORT = 9501
 READY_S = 90.0
 # A router that was stopped answers its probes and re-opens connections before it is measured.
 RESUME_S = 0.4
@@ -72,6 +78,7 @@ class Router:
     name: str
     port: int
     command: str
+    is_ours: bool = False
     process: subprocess.Popen[bytes] | None = None
     rounds: dict[str, list[float]] = field(default_factory=dict)
 
@@ -94,14 +101,21 @@ class Router:
         return sum(time.clock_gettime((~pid << 3) | 2) for pid in self.tree())
 
 
-def routers(peers: Path, folder: Path, front: str) -> list[Router]:
+def routers(peers: Path, folder: Path, front: str, compiled: Path | None) -> list[Router]:
     config = (ROOT / "bench" / "dataplane.yaml").read_text()
     config = config.replace("models/", f"{ROOT}/models/")
     if front:
         config = config.replace("port: 9500", f"port: 9500, front: {front}")
     (folder / "warmlane.yaml").write_text(config)
-    ours = f"{sys.executable} -m gateway serve --config {folder}/warmlane.yaml --port {OURS_PORT}"
-    found = [Router("warmlane", OURS_PORT, ours)]
+    serve = f"-m gateway serve --config {folder}/warmlane.yaml --port"
+    ours = f"{sys.executable} {serve} {OURS_PORT}"
+    found = [Router("warmlane", OURS_PORT, ours, is_ours=True)]
+    if compiled is not None:
+        with zipfile.ZipFile(compiled) as wheel:
+            wheel.extractall(folder / "compiled")
+        # -P: not the sources of the working directory.
+        ours = f"env PYTHONPATH={folder}/compiled {sys.executable} -P {serve} {COMPILED_PORT}"
+        found.append(Router("compiled", COMPILED_PORT, ours, is_ours=True))
     urls = " ".join(f"http://127.0.0.1:{MOCK_PORT + n}" for n in range(NUM_MOCKS))
     for name, port, where, module, quiet in (
         ("sglang-router", 9302, "v-sgl", "sglang_router", "--log-level warn"),
@@ -164,17 +178,21 @@ def measure(peers: Path, router: Router, name: str, seconds: float, direct: floa
 
 
 def report(found: list[Router], names: list[str], num_cold: int) -> None:
-    ours, *others = found
+    ratios = [
+        (mine, other)
+        for mine in found
+        for other in found
+        if mine.is_ours and (not other.is_ours or mine.name == "compiled") and mine is not other
+    ]
     print("| CPU us | " + " | ".join(f"{r.name} [min]" for r in found), end=" | ")
-    print(
-        " | ".join(f"x {r.name}" for r in others) + " | cold: " + ", ".join(r.name for r in found)
-    )
-    print("|---" * (2 + len(found) + len(others)) + "|")
+    print(" | ".join(f"{mine.name} / {other.name}" for mine, other in ratios), end=" | ")
+    print("cold: " + ", ".join(r.name for r in found) + " |")
+    print("|---" * (2 + len(found) + len(ratios)) + "|")
     for name in names:
         warm = {r.name: r.rounds[name][num_cold:] for r in found}
         cells = [f"{statistics.median(warm[r.name]):.1f} [{min(warm[r.name]):.1f}]" for r in found]
-        for other in others:
-            pairs = zip(warm[ours.name], warm[other.name], strict=True)
+        for mine, other in ratios:
+            pairs = zip(warm[mine.name], warm[other.name], strict=True)
             cells.append(f"{statistics.median(a / b for a, b in pairs if b):.2f}")
         cold = [f"{max(r.rounds[name][:num_cold], default=0.0):.0f}" for r in found]
         print(f"| {name} | " + " | ".join(cells) + " | " + " / ".join(cold) + " |", flush=True)
@@ -187,6 +205,7 @@ def main() -> None:
     parser.add_argument("--cold", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--only", nargs="*", choices=list(SCENARIOS), default=list(SCENARIOS))
+    parser.add_argument("--compiled", type=Path, help="a compiled wheel, to be measured too")
     parser.add_argument("--front", default="raw", help="server.front; empty = the default")
     args = parser.parse_args()
     with ExitStack() as stack:
@@ -195,7 +214,7 @@ def main() -> None:
             ["taskset", "-c", "1", f"{args.peers}/mock", str(MOCK_PORT), str(NUM_MOCKS)]
         )
         stack.callback(mock.terminate)
-        found = routers(args.peers, folder, args.front)
+        found = routers(args.peers, folder, args.front, args.compiled)
         for router in found:
             log = stack.enter_context((folder / f"{router.name}.log").open("wb"))
             command = ["taskset", "-c", "0", *shlex.split(router.command)]

@@ -10,6 +10,14 @@ RUN python -m venv /opt/warmlane \
  && /opt/warmlane/bin/pip install --only-binary :all: -r /tmp/requirements.txt
 
 FROM dependencies AS wheel
+# With 1 the hot path is compiled (docs/sizing.md). The C compiler stays in this stage.
+ARG WARMLANE_COMPILE=0
+# Debian keeps one release of a package: whatever was pinned would be gone tomorrow.
+# hadolint ignore=DL3008
+RUN if [ "$WARMLANE_COMPILE" = 1 ]; then \
+      apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
+      && rm -rf /var/lib/apt/lists/*; \
+    fi
 COPY . .
 RUN pip wheel --no-deps --wheel-dir /wheels .
 
