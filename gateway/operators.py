@@ -16,6 +16,7 @@ from gateway.supervisor.peers import Peer, as_from_peer, relay_routes
 from gateway.supervisor.windows import pack
 
 if TYPE_CHECKING:
+    import ssl as ssl_module
     from collections.abc import Awaitable, Callable
 
     from gateway.admin import Admin
@@ -36,6 +37,7 @@ class Operators:
         admin: The endpoints.
         telemetry: For the supervisor.
         reload: Takes over the configuration that the supervisor hands on.
+        ssl: For the admin port; None = it speaks plain HTTP.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class Operators:
         admin: Admin,
         telemetry: Telemetry,
         reload: Callable[[Settings], Awaitable[None]],
+        ssl: ssl_module.SSLContext | None = None,
     ) -> None:
         self._server = server
         self._role = role
         self._routes = admin.routes()
         self._telemetry = telemetry
         self._reload = reload
+        self._ssl = ssl
         self._supervisor: Peer | None = None
         self._runner: web.AppRunner | None = None
 
@@ -89,7 +93,7 @@ class Operators:
         runner = self._runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         if role is None:
-            await web.TCPSite(runner, server.host, server.admin_port).start()
+            await web.TCPSite(runner, server.host, server.admin_port, ssl_context=self._ssl).start()
             return
         with contextlib.suppress(FileNotFoundError):
             os.unlink(role.socket)  # of the process before this one

@@ -14,6 +14,8 @@ from gateway.tls import ServerTls, TlsError
 from prefix_index.replica.link import Link
 
 if TYPE_CHECKING:
+    import ssl
+
     from gateway.config import ServerConfig, Settings
     from prefix_index.canonical import FirstSeenMemory
 
@@ -81,6 +83,11 @@ def make_tls(server: ServerConfig) -> ServerTls | None:
         return ServerTls(cert, key)
     except TlsError as error:
         raise ConfigError(f"server.tls: {error}") from error
+
+
+def admin_context(server: ServerConfig, tls: ServerTls | None) -> ssl.SSLContext | None:
+    """Return the context of the admin port; None if it speaks plain HTTP."""
+    return tls.context if tls is not None and server.admin_tls else None
 
 
 def make_link(settings: Settings) -> Link | None:

@@ -24,6 +24,7 @@ from gateway.misses.report import MissReport
 from gateway.observing import Observing
 from gateway.operators import Operators
 from gateway.parts import (
+    admin_context,
     admin_token,
     make_limits,
     make_link,
@@ -275,7 +276,8 @@ class Gateway:
         )
         app[API].proxy.offload_put = self.worth.offload_put
         app[API].tracing = self.observing.tracing
-        self.operators = Operators(server, self._role, admin, self.telemetry, self.reload)
+        ssl = admin_context(server, self.tls)
+        self.operators = Operators(server, self._role, admin, self.telemetry, self.reload, ssl)
         self.operators.place(app)
         return app
 

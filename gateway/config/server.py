@@ -75,6 +75,8 @@ class ServerConfig(Section):
     """Client port; 0 = any free one."""
     admin_port: Port | None = None
     """Port of its own for metrics, console and admin; null = on the client port."""
+    admin_tls: bool = False
+    """Whether that port speaks TLS too, with the client port's certificate."""
     processes: PositiveInt = 1
     """Processes that share the client port; more than one needs index.backend redis."""
     max_body_mb: PositiveInt = 32
@@ -91,6 +93,12 @@ class ServerConfig(Section):
     """Certificate of the client port."""
     limits: LimitsConfig = LimitsConfig()
     """Bounds on what clients send and how long things take."""
+
+    @model_validator(mode="after")
+    def _admin_tls(self) -> ServerConfig:
+        if self.admin_tls and (self.admin_port is None or self.tls.cert is None):
+            raise ValueError("admin_tls is set; expected admin_port and tls.cert beside it")
+        return self
 
     @field_validator("pass_through")
     @classmethod

@@ -15,7 +15,8 @@ S = TypeVar("S", bound="Section")
 
 # Sockets are bound, processes run, and each connection's server is chosen, at the start.
 FIXED_SERVER = (
-    *("host", "port", "admin_port", "processes", "drain_s", "front", "tls", "pass_through"),
+    *("host", "port", "admin_port", "admin_tls", "processes", "drain_s", "front", "tls"),
+    "pass_through",
 )
 FIXED_ACCESS = ("admin_token_env",)
 # Equal in all gateways of a fleet: another one would move every key's home.

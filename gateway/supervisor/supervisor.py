@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from aiohttp import web
 
+from gateway.parts import admin_context, make_tls
 from gateway.reload.metrics import ReloadCollector
 from gateway.reload.reloader import Reloader
 from gateway.supervisor.child import COMMAND, Child, Role
@@ -45,6 +46,9 @@ class Supervisor:
         settings: Validated configuration with ``server.processes`` > 1.
         file: Where it was read, and is read again.
         command: What a child runs.
+
+    Raises:
+        ConfigError: If the certificate of the admin port cannot be used.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class Supervisor:
         self._ended: Snapshot = {}
         self._was_ready = False
         self._failed = asyncio.Event()
+        # The children have the client port; here it is for the operators' alone.
+        self._tls = make_tls(settings.server) if settings.server.admin_tls else None
 
     async def run(self) -> int:
         """Serve until a signal, then drain; a second signal ends at once.
@@ -91,7 +97,9 @@ class Supervisor:
                     outside = web.AppRunner(operations.app(is_internal=False), access_log=None)
                     runners.append(outside)
                     await outside.setup()
-                    await web.TCPSite(outside, server.host, server.admin_port).start()
+                    ssl = admin_context(server, self._tls)
+                    site = web.TCPSite(outside, server.host, server.admin_port, ssl_context=ssl)
+                    await site.start()
                 return await self._run_children()
         finally:
             for runner in runners:
@@ -123,6 +131,8 @@ class Supervisor:
         keeping = [asyncio.create_task(child.keep()) for child in self.children]
         loop.add_signal_handler(signal.SIGHUP, self._reloader.ask)
         beside = [asyncio.create_task(self._scrape()), asyncio.create_task(self._reloader.run())]
+        if self._tls is not None:
+            beside.append(asyncio.create_task(self._tls.run()))
         try:
             await _first(stop, self._failed)
             log.info("draining", processes=len(self.children))

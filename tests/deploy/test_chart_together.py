@@ -88,6 +88,17 @@ def test_monitors_find_the_services_and_ports_that_have_metrics() -> None:
         assert monitors["gateway"]["endpoints"][0]["port"] == expected
 
 
+def test_operators_port_is_scraped_in_the_language_that_it_speaks() -> None:
+    secrets = {"tls": {"existingSecret": "cert"}}
+    for server, scheme in (({}, "http"), ({"admin_tls": True}, "https")):
+        values = {"config": {"server": server}, "secrets": secrets}
+        objects = render(values | {"metrics": {"serviceMonitor": {"enabled": True}}})
+        (spec,) = (
+            one["spec"] for one in of_kind(objects, "ServiceMonitor") if component(one) == "gateway"
+        )
+        assert [each["scheme"] for each in spec["endpoints"]] == [scheme]
+
+
 def test_pods_are_spread_among_those_of_their_own_part() -> None:
     for one in render(load_values(CHART / "ci" / "everything.yaml")):
         if one["kind"] not in ("Deployment", "StatefulSet") or component(one) == "valkey":

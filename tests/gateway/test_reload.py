@@ -51,6 +51,10 @@ FIXED: list[tuple[dict[str, Any], str]] = [
     (document(server={"port": 1}), "server.port"),
     (document(server={"host": "0.0.0.0"}), "server.host"),  # noqa: S104
     (document(server={"admin_port": 1}), "server.admin_port"),
+    (
+        document(server={"admin_port": 1, "admin_tls": True, "tls": {"cert": "c", "key": "k"}}),
+        "server.admin_tls",
+    ),
     (document(server={"front": "raw"}), "server.front"),
     (document(server={"drain_s": 1}), "server.drain_s"),
     (document(server={"access": {"admin_token_env": "X"}}), "server.access.admin_token_env"),

@@ -132,6 +132,15 @@
 {{- ternary "https" "http" (not (not (default dict .server.tls).cert)) -}}
 {{- end -}}
 
+{{/* Whether operators speak TLS (a configuration); their port, if they have one, need not. */}}
+{{- define "warmlane.adminScheme" -}}
+{{- if .server.admin_port -}}
+{{- ternary "https" "http" (eq true .server.admin_tls) -}}
+{{- else -}}
+{{- include "warmlane.scheme" . -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Namespaces and kinds that the gateway watches, as {namespace: {pods, endpointslices}} (root,
      config). Pools with a kubeconfig bring their own rights. */}}
 {{- define "warmlane.watched" -}}
