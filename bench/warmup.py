@@ -3,7 +3,8 @@
     python -m bench.warmup --tokenizer models/smollm2
     python -m bench.warmup --tokenizer models/smollm2 --parts floor --documents 100
     python -m bench.warmup --tokenizer models/smollm2 --parts traffic --mocks
-    python -m bench.warmup --tokenizer models/smollm2 --parts traffic --mocks --slowdown 1 --beside 80
+    python -m bench.warmup --tokenizer models/smollm2 --parts traffic --mocks --slowdown 1 \\
+        --beside 80
 
 Two bundled runners and the gateway as processes, and the command as an operator types it. Each
 part compares within one run, in turn, so that a shared box weighs on both sides alike.
