@@ -37,3 +37,8 @@ class ReloadCollector(Collector):
             "Whether the configuration that was read last holds",
             value=self._reloader.is_last_good,
         )
+        yield GaugeMetricFamily(
+            "warmlane_config_waiting_keys",
+            "Keys of the configuration whose new value waits for a restart",
+            value=len(self._reloader.kept),
+        )

@@ -61,6 +61,7 @@ class Reloader:
         settings: What holds now.
         num_failures: Times that a new configuration could not be used.
         is_last_good: Whether the last one that was read holds.
+        kept: Keys whose new value waits for a restart.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Reloader:
         self.settings = settings
         self.num_failures = 0
         self.is_last_good = True
+        self.kept: list[str] = []
         self._file = file
         self._use = use
         self._sleep = sleep
@@ -114,5 +116,6 @@ class Reloader:
             return False
         self.settings = settings
         self.is_last_good = True
-        log.info("config_reloaded", needs_restart=kept)
+        self.kept = kept
+        (log.warning if kept else log.info)("config_reloaded", needs_restart=kept)
         return True

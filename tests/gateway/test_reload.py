@@ -199,6 +199,34 @@ async def test_a_broken_file_changes_nothing_and_is_said_in_one_line(
     assert file.reloader.num_failures == 1
 
 
+async def test_what_waits_for_a_restart_is_named_counted_and_forgotten_with_its_reason(
+    file: File,
+) -> None:
+    structlog.reset_defaults()
+    other = {"name": "embed", "models": ["e"], "workers": [{"id": "e0", "url": "http://x:1"}]}
+    more = document(routing={"share": 10})
+    with capture_logs() as logs:
+        file.write({**more, "pools": [*more["pools"], other]})
+        await poll_until(lambda: len(file.used) == 1)
+    assert [pool.name for pool in file.used[0].pools] == ["chat"]
+    assert file.used[0].routing.share == 10
+    assert [(line["log_level"], line["needs_restart"]) for line in logs] == [
+        ("warning", ["pools[embed]"])
+    ]
+    assert file.reloader.kept == ["pools[embed]"]
+
+    # A route to it cannot be had before; nothing of that configuration is.
+    routed = {**more, "pools": [*more["pools"], other], "routes": [{"pool": "embed"}]}
+    with capture_logs() as logs:
+        file.write(routed)
+        await poll_until(lambda: file.reloader.num_failures == 1)
+    assert "what needs a restart: pools[embed]" in logs[0]["reason"]
+
+    file.write(more)
+    await poll_until(lambda: len(file.used) == 2)
+    assert file.reloader.kept == []
+
+
 async def test_a_file_that_vanishes_changes_nothing(file: File) -> None:
     file.path.unlink()
     await poll_until(lambda: file.reloader.num_failures == 1)
