@@ -33,6 +33,7 @@ from gateway.parts import (
 )
 from gateway.proxy.server import API, LIFECYCLE, make_app, serve
 from gateway.replicas.load import LoadExchange
+from gateway.replicas.orders import Orders
 from gateway.routing.configured import make_dispatcher, reconfigure
 from gateway.settings import ConfigError
 from gateway.tenancy import Tenancy
@@ -98,6 +99,7 @@ class Gateway:
         self.exchange: LoadExchange | None = None
         self.sharing: Sharing | None = None
         self.spending: BudgetExchange | None = None
+        self.orders: Orders | None = None
         self._sharers: list[Runs] = []
         memory = FirstSeenMemory(time.monotonic)
         if self.link is not None:
@@ -236,7 +238,10 @@ class Gateway:
             clock=time.monotonic,
             processes=self.settings.server.processes,
         )
-        self._sharers = [self.exchange, memory.map, constants, self.spending, self.sharing]
+        self.orders = Orders(link, gateway=name)
+        self._sharers = [
+            *(self.exchange, memory.map, constants, self.spending, self.orders, self.sharing)
+        ]
         return memory
 
     def _share(self, coroutine: Coroutine[Any, Any, object]) -> None:
@@ -261,6 +266,7 @@ class Gateway:
             warmer=self.warmer,
             tenancy=self.tenancy,
             usage=self.observing.usage,
+            orders=self.orders,
             console=self.observing.console,
             settings=lambda: self.settings,
         )

@@ -37,6 +37,7 @@ from gateway.settings import redacted_document
 from gateway.telemetry.exposition import content_type, wants_open_metrics
 from gateway.tenancy import Tenancy
 from gateway.usage.document import CSV_CONTENT_TYPE, usage_csv, wants_csv
+from gateway.usage.fleet import FleetUsage
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from gateway.proxy.body import Surface
     from gateway.proxy.limits import Limits
     from gateway.proxy.rewrite import Rewriter
+    from gateway.replicas.orders import Orders
     from gateway.routing.dispatch import Dispatcher
     from gateway.routing.pool import Pool, Worker
     from gateway.telemetry.requests import Telemetry
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
     from gateway.warm.warmer import Warmer
     from gateway.worth.account import WorthAccount
 
+# Of a usage document, beside the whole.
+SCOPES = frozenset({"process", "others"})
 # By these a proxy says for whom it asks: somebody else then, wherever the proxy is.
 _FORWARDED = ("x-forwarded-for", "forwarded", "x-real-ip")
 
@@ -77,6 +81,7 @@ class Admin:
         warmer: Warms workers up; without one there are no such endpoints.
         tenancy: Knows the tenants' cache salts; None = there are none.
         usage: What tenants used and caches save; without it there is no such endpoint.
+        orders: Reaches other gateways; None = there is no Redis to reach them through.
         console: The operator's page; without it there is none.
         settings: The configuration that holds now; without it there is no such endpoint.
     """
@@ -96,6 +101,7 @@ class Admin:
         warmer: Warmer | None = None,
         tenancy: Tenancy | None = None,
         usage: Usage | None = None,
+        orders: Orders | None = None,
         console: Console | None = None,
         settings: Callable[[], Settings] | None = None,
     ) -> None:
@@ -109,12 +115,15 @@ class Admin:
         self._rewriters = rewriters or {}
         self._worth = worth
         self._usage = usage
+        self._fleet_usage = (
+            None if usage is None else FleetUsage(usage, lambda: telemetry.settle(), orders)
+        )
         self._console = console
         self._settings = settings
         self._shared = shared
         self._tenancy = tenancy or Tenancy()
         self._warm = (
-            None if warmer is None else WarmEndpoints(warmer, limits, misses, self._tenancy)
+            None if warmer is None else WarmEndpoints(warmer, limits, misses, self._tenancy, orders)
         )
         self._registration = Registration(fleet, lambda: fleet.configs, limits)
 
@@ -201,10 +210,16 @@ class Admin:
         return _json(request, {**self._worth.report(), **workers})
 
     async def usage(self, request: web.Request) -> web.Response:
-        """``GET /admin/v1/usage``: what each configured tenant used, as JSON or CSV."""
-        assert self._usage is not None, "the route exists only with an account"
-        self._telemetry.settle()
-        document = self._usage.document()
+        """``GET /admin/v1/usage``: what each configured tenant used, as JSON or CSV.
+
+        With ``?scope=process`` of this process alone, with ``others`` of each other one: as the
+        supervisor of several processes asks, who adds them up itself.
+        """
+        usage, scope = self._fleet_usage, request.query.get("scope")
+        assert usage is not None, "the route exists only with an account"
+        if scope in SCOPES:
+            return _json(request, usage.own() if scope == "process" else await usage.others())
+        document = await usage.document()
         if not wants_csv(request.query, request.headers.get("accept", "")):
             return _json(request, document)
         headers = {"content-type": CSV_CONTENT_TYPE}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
+from gateway.admin.purging import Purging
 from gateway.errors import InvalidRequest
 from gateway.proxy.body import parse_json, read_body
 from gateway.proxy.headers import request_id_from
@@ -16,11 +17,11 @@ from gateway.proxy.responses import json_response
 from gateway.tenancy import Tenancy
 from gateway.warm.documents import DEFAULT_ROWS, MAX_ROWS
 from gateway.warm.items import read_order
-from gateway.warm.purge import read_purge
 
 if TYPE_CHECKING:
     from gateway.misses.report import MissReport
     from gateway.proxy.limits import Limits
+    from gateway.replicas.orders import Orders
     from gateway.warm.items import Order
     from gateway.warm.run import Run
     from gateway.warm.warmer import Warmer
@@ -40,6 +41,7 @@ class WarmEndpoints:
         limits: Bound on bodies.
         misses: Forgets what is purged, too.
         tenancy: Knows the cache salts under which tenants' items are warmed; None = there are none.
+        orders: Reaches other gateways; None = there is no Redis to reach them through.
     """
 
     def __init__(
@@ -48,11 +50,12 @@ class WarmEndpoints:
         limits: Limits,
         misses: MissReport | None = None,
         tenancy: Tenancy | None = None,
+        orders: Orders | None = None,
     ) -> None:
         self._tenancy = tenancy or Tenancy()
         self._warmer = warmer
         self._limits = limits
-        self._misses = misses
+        self._purging = Purging(warmer, misses, orders)
 
     async def warm(self, request: web.Request) -> web.StreamResponse:
         """``POST /admin/v1/warm``: run, and say each event as one line of JSON, at once."""
@@ -94,16 +97,9 @@ class WarmEndpoints:
         return _json(request, self._warmer.documents(int(given)))
 
     async def purge(self, request: web.Request) -> web.Response:
-        """``POST /admin/v1/purge``: forget a tenant or a document."""
-        order = read_purge(parse_json(await read_body(request, self._limits)))
-        answer = self._warmer.purge(order)
-        if self._misses is not None:
-            answer["removed"]["miss_prompts"] = self._misses.forget(order.tenant, order.document)
-        answer["note"] = (
-            "This gateway has forgotten it; other gateways are asked for themselves. Engines drop "
-            "KV as they evict it, and all of it with POST /admin/v1/workers/ID/reset."
-        )
-        return _json(request, answer)
+        """``POST /admin/v1/purge``: forget a tenant or a document, here and elsewhere."""
+        body = parse_json(await read_body(request, self._limits))
+        return _json(request, await self._purging.everywhere(body))
 
 
 class _Stream:

@@ -16,7 +16,7 @@ from gateway.supervisor.console import merge_console
 from gateway.supervisor.documents import merge_index, merge_misses, merge_workers, merge_worth
 from gateway.supervisor.exposition import merging, rendering
 from gateway.supervisor.peers import PEER_HEADER, STREAMED, Answer, passed_on
-from gateway.supervisor.usage import USAGE_PATH, merged_usage
+from gateway.supervisor.usage import NOBODY_ELSE, USAGE_PATH, merged_usage
 from gateway.supervisor.windows import merging_windows
 from gateway.telemetry.exposition import content_type, wants_open_metrics, write
 from gateway.telemetry.observed import gauges
@@ -168,11 +168,13 @@ class Operations:
         living = [child for child in self._children if child.is_ready]
         # So that what is told here stays counted when a process dies.
         await asyncio.gather(*(child.scrape() for child in living))
-        answers = await _asked(living, "GET", USAGE_PATH, headers)
-        if (refusal := _refusal(answers)) is not None:
+        answers = await _asked(living, "GET", f"{USAGE_PATH}?scope=process", headers)
+        elsewhere = await _asked(living[:1], "GET", f"{USAGE_PATH}?scope=others", headers)
+        if (refusal := _refusal([*answers, *elsewhere])) is not None:
             return refusal
         documents = [orjson.loads(answer.body) for answer in answers]
-        document = merged_usage(documents, self._ended, self._since_unix_s)
+        others = orjson.loads(elsewhere[0].body) if elsewhere else NOBODY_ELSE
+        document = merged_usage(documents, others, self._ended, self._since_unix_s)
         if wants_csv(request.query, wanted):
             return web.Response(
                 body=usage_csv(document), headers={"content-type": CSV_CONTENT_TYPE}

@@ -44,14 +44,44 @@ def merge_usage(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     )
 
 
+def with_replicas(
+    document: dict[str, Any], added_up: int, missing: int | None, *, is_shared: bool
+) -> dict[str, Any]:
+    """Say in a usage document whose usage it is.
+
+    Args:
+        document: The usage of ``added_up`` gateway processes; gets ``replicas``.
+        added_up: How many.
+        missing: Those that are known and did not answer; None = Redis is away.
+        is_shared: Whether gateways know each other at all.
+    """
+    if not is_shared:
+        note = "This gateway alone: without index.backend: redis it knows of no other one."
+    elif missing is None:
+        note = "This gateway alone: Redis is away, so other ones are not added up."
+    elif missing:
+        note = f"Too low: {missing} gateway processes did not answer in time."
+    else:
+        note = "All gateway processes that share the index are added up."
+    document["replicas"] = {"added_up": added_up, "missing": missing, "note": note}
+    return document
+
+
 def usage_csv(document: Mapping[str, Any]) -> bytes:
-    """Return the rows as CSV with a head line (RFC 4180); the last columns are the period."""
+    """Return the rows as CSV with a head line (RFC 4180).
+
+    The last columns are the period, and how many gateway processes are added up and are missing;
+    the last one is empty where that is not known.
+    """
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow(("tenant", *COLUMNS, "since_unix_s", "now_unix_s"))
+    last = ("since_unix_s", "now_unix_s", "replicas", "missing_replicas")
+    writer.writerow(("tenant", *COLUMNS, *last))
+    replicas = document["replicas"]
     period = (document["since_unix_s"], document["now_unix_s"])
+    whose = (replicas["added_up"], replicas["missing"])
     for row in document["tenants"]:
-        writer.writerow((row["tenant"], *(row[column] for column in COLUMNS), *period))
+        writer.writerow((row["tenant"], *(row[column] for column in COLUMNS), *period, *whose))
     return text.getvalue().encode()
 
 

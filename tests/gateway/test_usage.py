@@ -20,7 +20,7 @@ from gateway.routing.cost import prefill_s
 from gateway.routing.dispatch import Dispatcher, Inbound, Outcome, Plan, Ticket
 from gateway.routing.dispatch import Usage as Reported
 from gateway.usage.cache_value import WINDOW_S
-from gateway.usage.document import COLUMNS, usage_csv, usage_document
+from gateway.usage.document import COLUMNS, usage_csv, usage_document, with_replicas
 from gateway.usage.hints import merged_hints
 from gateway.usage.metrics import UsageCollector
 from gateway.usage.scale_down import MIN_WATCHED_S, merged_rows, scale_down
@@ -376,7 +376,11 @@ def test_the_page_names_every_field_and_metric() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
 
     assert rows == ["tenant", *COLUMNS]
-    head = usage_csv(usage_document([], 0.0, 1.0)).decode().strip()
+    head = (
+        usage_csv(with_replicas(usage_document([], 0.0, 1.0), 1, 0, is_shared=False))
+        .decode()
+        .strip()
+    )
     assert head in page
     waiters = Waiters(1)
     usage_of = Usage([waiters.pool], lambda _: False, Counter(), clock=waiters.clock)
