@@ -21,7 +21,7 @@ import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import yaml
@@ -107,12 +107,14 @@ async def ready(url: str) -> None:
 
 
 @asynccontextmanager
-async def gateway(options: argparse.Namespace, engine: Vllm, folder: Path) -> AsyncIterator[str]:
-    """Run ``warmlane serve`` in front of the engine and yield its URL."""
+async def gateway(
+    options: argparse.Namespace, engine: Vllm, folder: Path, **more: Any
+) -> AsyncIterator[str]:
+    """Run ``warmlane serve`` in front of the engine, with ``more`` in its pool; yield its URL."""
     worker = {"id": "v0", "url": engine.url}
     worker |= {"kv_events": engine.events, "kv_replay": engine.replay}
-    pool = {"name": "p", "models": ["m"], "engine": "vllm", "workers": [worker]}
-    pool["tokenizer"] = options.model
+    pool: dict[str, Any] = {"name": "p", "models": ["m"], "engine": "vllm", "workers": [worker]}
+    pool |= {"tokenizer": options.model, **more}
     server = {"host": "127.0.0.1", "port": options.gateway_port}
     config = folder / "warmlane.yaml"
     config.write_text(yaml.safe_dump({"server": server, "pools": [pool]}))
