@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from runner import weights
 from runner.config import PoolSize, RunnerConfig
 from tests.live_runner import LiveRunner
 from tests.support import poll_until
@@ -15,6 +16,8 @@ from tests.support import poll_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from runner.model import Model
 
 TEXT = "Handbook rule 7: refunds are accepted within thirty days of delivery. " * 12
 
@@ -39,6 +42,14 @@ def cached_tokens(answer: dict[str, Any]) -> int:
 def tiers_of(url: str) -> dict[str, Any]:
     tiers: dict[str, Any] = httpx.get(f"{url}/cache").json()["tiers"]
     return tiers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared_weights(smollm2: Model) -> Iterator[None]:
+    """All runners here compute with the weights that the other tests have read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "load_model", lambda *_, **__: smollm2)
+        yield
 
 
 @pytest.fixture(scope="module")
