@@ -13,7 +13,9 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +25,7 @@ from tests.gateway.tenancy_parts import KEYS, T1, serving
 if TYPE_CHECKING:
     from tests.fakes.engine import Script, Seen
 
-DESCRIPTION = Path(__file__).parent.parent / "tests" / "data" / "openapi.yaml"
+DESCRIPTION = Path(__file__).absolute().parent.parent / "tests" / "data" / "openapi.yaml"
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,"
     "response_schema_conformance,ignored_auth,unsupported_method,negative_data_rejection,"
@@ -53,14 +55,18 @@ def respond(seen: Seen) -> Script:
 async def run(schemathesis: str, examples: int, seed: int) -> int:
     """Run the tool; return its exit status."""
     os.environ.update(KEYS)
-    async with RawEngine(respond) as engine, serving(engine, tenants=[T1]) as gw:
-        process = await asyncio.create_subprocess_exec(
-            *(schemathesis, "run", str(DESCRIPTION), "--url", gw.url, "--checks", CHECKS),
-            *("--header", f"Authorization: Bearer {KEY}", "--max-examples", str(examples)),
-            *("--seed", str(seed), "--workers", "1", "--phases", "examples,coverage,fuzzing"),
-            *("--continue-on-failure", "--generation-database", "none", "--warnings", "off"),
-        )
-        return await process.wait()
+    # It leaves its reports where it runs.
+    with tempfile.TemporaryDirectory() as folder:
+        async with RawEngine(respond) as engine, serving(engine, tenants=[T1]) as gw:
+            process = await asyncio.create_subprocess_exec(
+                *(schemathesis, "run", str(DESCRIPTION), "--url", gw.url),
+                *("--header", f"Authorization: Bearer {KEY}", "--max-examples", str(examples)),
+                *("--seed", str(seed), "--workers", "1", "--phases", "examples,coverage,fuzzing"),
+                *("--continue-on-failure", "--generation-database", "none", "--warnings", "off"),
+                *("--checks", CHECKS),
+                cwd=folder,
+            )
+            return await process.wait()
 
 
 def main() -> None:
@@ -70,7 +76,8 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=50, help="for each operation")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    sys.exit(asyncio.run(run(options.schemathesis, options.examples, options.seed)))
+    command = os.path.abspath(shutil.which(options.schemathesis) or options.schemathesis)
+    sys.exit(asyncio.run(run(command, options.examples, options.seed)))
 
 
 if __name__ == "__main__":
