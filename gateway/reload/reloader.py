@@ -117,5 +117,8 @@ class Reloader:
         self.settings = settings
         self.is_last_good = True
         self.kept = kept
-        (log.warning if kept else log.info)("config_reloaded", needs_restart=kept)
+        if kept:
+            log.warning("config_reloaded", needs_restart=kept)
+        else:
+            log.info("config_reloaded", needs_restart=kept)
         return True
