@@ -95,6 +95,7 @@ def compiled(root: Path, modules: list[str], folder: Path) -> list[Path]:
             group_name=GROUP,
         )
         command = Command(Distribution({"ext_modules": extensions}))
+        command.parallel = os.cpu_count()
         command.build_lib, command.build_temp = str(folder / "lib"), str(folder / "objects")
         command.ensure_finalized()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
