@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import time
+from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -203,4 +204,4 @@ async def test_finished_requests_are_told_of_together_and_none_is_lost() -> None
 
 @pytest.mark.parametrize("secret", ["prompt", "messages", "authorization", "api_key"])
 async def test_a_line_has_no_place_for_what_must_not_be_logged(secret: str) -> None:
-    assert secret not in RequestRecord.__slots__
+    assert secret not in {field.name for field in fields(RequestRecord)}
