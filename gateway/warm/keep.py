@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from gateway.routing.cost import EVICTION_FILL
 from gateway.routing.slow_start import SlowStart
 from gateway.warm.items import Order
 from gateway.warm.run import Parts, Run
@@ -37,6 +38,10 @@ KEPT_SHARE = 0.1
 # Share of the worker's time: it has few users until it is filled.
 MAX_SHARE = 0.8
 EXPIRE_EVERY_S = 60.0
+# What had no room beside requests in flight is tried again while the worker starts slowly.
+ROOM_AGAIN_S = 1.0
+# A worker that is back may be another process; its metrics say so within a moment, if ever.
+DOUBT_S = 1.0
 
 log = structlog.get_logger("warmlane")
 
@@ -48,6 +53,8 @@ class _Seen:
     epoch: float | None
     num_blocks: int
     was_ready: bool
+    # When it was found away; None = it is there, and it is known whether as the same process.
+    away_s: float | None = None
 
 
 class Keeper:
@@ -132,19 +139,39 @@ class Keeper:
             return "joined" if is_late and worker.health.ready else ""
         epoch, before, was_ready = seen.epoch, seen.num_blocks, seen.was_ready
         if not worker.health.ready:
+            self._doubt(worker, seen, now_s)
             return ""  # its epoch is looked at when it is back
         seen.num_blocks, seen.was_ready = num_blocks, True
         seen.epoch = worker.epoch if worker.epoch is not None else epoch
         if epoch is not None and seen.epoch != epoch:
             return "restarted"
+        if seen.away_s is not None and self._is_same(worker, seen, now_s):
+            seen.away_s = worker.slow_start = None
         if not was_ready and epoch is None and now_s - self._began_s >= JOIN_AFTER_S:
             return "joined"
         if before >= MIN_BLOCKS and num_blocks < KEPT_SHARE * before:
             return "cleared"
         return ""
 
+    def _doubt(self, worker: Worker, seen: _Seen, now_s: float) -> None:
+        """Let a worker that is away start slowly once it is back.
+
+        Whoever waits meanwhile would all go there in the moment before it is known to be empty.
+        """
+        seen.away_s = now_s
+        if worker.slow_start is None or worker.slow_start.is_over(now_s):
+            worker.slow_start = SlowStart(now_s)
+
+    def _is_same(self, worker: Worker, seen: _Seen, now_s: float) -> bool:
+        """Whether a worker that is back is known, or must be taken, to be the same process."""
+        assert seen.away_s is not None, "asked of workers that were away"
+        watch = self._parts.fleet.watches.get(worker.id)
+        is_told = watch is not None and watch.scrape.epoch is not None
+        return is_told or now_s - seen.away_s >= DOUBT_S
+
     def _begin(self, pool: Pool, worker: Worker, why: str, config: KeepWarmConfig) -> None:
         self._parts.warmed.emptied(worker.id)
+        self._seen[worker.id].away_s = None
         chosen = self.chosen(pool, worker, config.budget_tokens)
         if not chosen:
             worker.slow_start = None  # there is nothing to wait for
@@ -177,6 +204,8 @@ class Keeper:
             found.append((entry.is_pinned, is_only, value_s, entry.used_s, entry))
         found.sort(key=lambda row: row[:4], reverse=True)
         chosen, left = [], budget_tokens
+        if worker.capacity_tokens:
+            left = min(left, int(EVICTION_FILL * worker.capacity_tokens))
         for *_, entry in found:
             if len(entry.ids) <= left:
                 chosen.append(entry)
@@ -198,31 +227,14 @@ class Keeper:
         began_s = self._clock()
         start = worker.slow_start
         try:
-            found = []
-            for rank, entry in enumerate(chosen):
-                one = await shareable_of(self._parts, entry)
-                if one is not None:
-                    # In this order, whatever the plan makes of their worth.
-                    item = replace(one.item, priority=-rank)
-                    found.append(replace(one, item=item))
-            order = Order(
-                (),
-                budget_tokens=config.budget_tokens,
-                max_share=MAX_SHARE,
-                verify=False,
-                yields=False,
-            )
-            run = Run(
-                self._parts,
-                order,
-                f"keep-{worker.id}-{round(began_s * 1000)}",
-                _silent,
-                only=(worker.id,),
-                found=found,
-            )
-            self.runs[worker.id] = why, run
-            await run.run()
-            log.info("keep_warm_done", worker=worker.id, **run.summary())
+            while chosen:
+                run = await self._run(worker, why, chosen, config)
+                if not run.standing.num_without_room or worker.slow_start is not start:
+                    break
+                await asyncio.sleep(ROOM_AGAIN_S)
+                if start is None or start.is_over(self._clock()):
+                    break
+                chosen = self._missing(pool, worker, chosen)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # a worker that is not filled is slow for a minute, no more
@@ -236,9 +248,42 @@ class Keeper:
             passed_s = self._clock() - began_s
             counts.keep_s[pool.name] = counts.keep_s.get(pool.name, 0.0) + passed_s
 
+    async def _run(
+        self, worker: Worker, why: str, chosen: list[Stored], config: KeepWarmConfig
+    ) -> Run:
+        """Warm what was chosen, as far as there is room; return the run."""
+        found = []
+        for rank, entry in enumerate(chosen):
+            one = await shareable_of(self._parts, entry)
+            if one is not None:
+                # In this order, whatever the plan makes of their worth.
+                item = replace(one.item, priority=-rank)
+                found.append(replace(one, item=item))
+        order = Order(
+            (),
+            budget_tokens=config.budget_tokens,
+            max_share=MAX_SHARE,
+            verify=False,
+            yields=False,
+        )
+        run_id = f"keep-{worker.id}-{round(self._clock() * 1000)}"
+        run = Run(self._parts, order, run_id, _silent, only=(worker.id,), found=found)
+        self.runs[worker.id] = why, run
+        await run.run()
+        reasons = run.standing.reasons()
+        log.info("keep_warm_done", worker=worker.id, reasons=reasons, **run.summary())
+        return run
+
+    def _missing(self, pool: Pool, worker: Worker, chosen: list[Stored]) -> list[Stored]:
+        """Return what of it the worker does not hold by now."""
+        index = pool.index
+        return [e for e in chosen if index is None or not index.holds(worker.id, e.end)]
+
     def _end_if_done(self, pool: Pool, worker: Worker, now_s: float) -> None:
         """End the slow start of a worker that another gateway has filled, or that had its time."""
         assert worker.slow_start is not None, "asked of slow workers only"
+        if self._seen[worker.id].away_s is not None:
+            return  # it is not known yet what it needs
         if worker.slow_start.is_over(now_s):
             worker.slow_start = None
             return
@@ -253,7 +298,7 @@ class Keeper:
     def state(self) -> list[dict[str, Any]]:
         """Return the last run of each worker, as plain values."""
         return [
-            {"worker": worker, "why": why, **run.summary()}
+            {"worker": worker, "why": why, **run.summary(), "reasons": run.standing.reasons()}
             for worker, (why, run) in self.runs.items()
         ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from gateway.warm.sending import Sent
+
+# Each may name tokens, so that every copy could have its own.
+MAX_REASONS = 4
 
 Copy = Literal["waiting", "warm", "failed", "skipped"]
 
@@ -89,13 +92,14 @@ class Standing:
         served: Copies that are warm.
         computed_tokens: Tokens computed so far.
         cached_tokens: Tokens that were there already.
+        num_without_room: Copies for which requests in flight left no room.
     """
 
     def __init__(self, refused: Iterable[tuple[str, str]]) -> None:
         self.results: dict[str, Result] = {}
         self.refused = dict(refused)
         self.served: list[Job] = []
-        self.computed_tokens = self.cached_tokens = 0
+        self.computed_tokens = self.cached_tokens = self.num_without_room = 0
         self._copies: list[Job] = []
         self._rows: list[dict[str, Any]] = []
 
@@ -113,6 +117,7 @@ class Standing:
                 jobs.setdefault(placement.worker, deque()).append(job)
             else:
                 self.judge(job, "skipped", placement.reason)
+                self.num_without_room += placement.action == "skip_capacity"
         return jobs
 
     def judge(self, job: Job, copy: Copy, reason: str) -> None:
@@ -138,6 +143,11 @@ class Standing:
             "computed_tokens": self.computed_tokens,
             "cached_tokens": self.cached_tokens,
         }
+
+    def reasons(self) -> dict[str, int]:
+        """Return why copies are not warm, and how many for each reason; the commonest few."""
+        found = Counter(row["reason"] for row in self.rows() if row["reason"])
+        return dict(found.most_common(MAX_REASONS))
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per copy, refused items last."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gateway.fleet.scrape import Scrape
 from gateway.replicas.load import LoadExchange
 from gateway.routing.others import OthersLoad
 from gateway.routing.slow_start import FIRST_SHARE, LASTS_S, SlowStart
@@ -156,6 +157,58 @@ async def test_a_worker_starts_slowly_while_it_is_filled(tmp_path: Path) -> None
         await poll_until(
             lambda: pool.workers[first].slow_start is None, deadline_s=60.0, what="its full share"
         )
+
+
+async def test_what_had_no_room_beside_requests_is_filled_when_they_are_over(
+    tmp_path: Path,
+) -> None:
+    engine, gate = Caching(capacity_tokens=4096), asyncio.Event()
+    async with warming_over(tmp_path, engine, **KEEP) as (gateway, _):
+        await use(gateway, ["a", "b"])
+        late: Script = [gate, *answer(b"{}", 500)]
+        engine.before = lambda seen: late if "/chat/" in seen.target else None
+        long = asyncio.create_task(gateway.ask(text_of("long", 3000), "?"))
+        books = gateway.gateway.fleet.pools[0].workers["w0"].books
+        await poll_until(lambda: books.active_tokens > 3000, what="it is in flight")
+        await restart(gateway, engine)
+        runs = gateway.gateway.warmer.keeper.runs
+        await poll_until(
+            lambda: "w0" in runs and runs["w0"][1].standing.num_without_room == 2,
+            what="there is no room",
+        )
+        assert not engine.held
+        engine.before = None
+        gate.set()
+        await asyncio.gather(long, return_exceptions=True)
+        await poll_until(lambda: done(gateway), what="it is filled")
+        answers = [await gateway.ask(text_of(name, CHARS), "new?", name) for name in "ab"]
+        cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
+        assert min(cached) >= 1024
+
+
+async def test_a_worker_that_was_away_starts_slowly_until_it_is_known_to_be_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.warm.keep.DOUBT_S", 60.0)
+    async with warming_over(tmp_path, Caching(), **KEEP) as (gateway, _):
+        keeper = gateway.gateway.warmer.keeper
+        worker = gateway.gateway.fleet.pools[0].workers["w0"]
+        watch = gateway.gateway.fleet.watches["w0"]
+        await watch._scrape()
+        keeper.look()
+        now_s = asyncio.get_running_loop().time()
+        while worker.health.ready:
+            worker.health.check_failed(now_s, timed_out=False, is_streaming=False)
+        watch.scrape = Scrape()
+        keeper.look()
+        worker.health.check_succeeded(now_s)
+        keeper.look()
+        # Whoever waited for it would all go there now, and it may be empty.
+        assert worker.slow_start is not None
+        assert worker.slow_start.share(now_s) < 0.5
+        await watch._scrape()
+        keeper.look()
+        assert worker.slow_start is None
 
 
 async def test_a_worker_that_dies_while_it_is_filled_is_given_up(tmp_path: Path) -> None:
