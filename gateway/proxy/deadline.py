@@ -1,9 +1,9 @@
 """How long a client is willing to wait: ``x-request-timeout``, in seconds.
 
 It counts from the request's head and covers everything: its body, the wait for a worker, the
-worker's first byte, the whole answer. Workers are told what is left of it. What SDKs say about
-their own timeouts (``x-stainless-timeout``) is information of theirs and no wish; it passes as it
-came.
+worker's first byte, the whole answer. Workers are told what is left of it, and a little more, so
+that the first word that it is over is ours and no worker's failure. What SDKs say about their own
+timeouts (``x-stainless-timeout``) is information of theirs and no wish; it passes as it came.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 HEADER = "x-request-timeout"
+# A stream is cut up to a quarter of a second late, and a busy event loop adds to that.
+WORKERS_MORE_S = 0.5
 # What ``float`` takes besides (``inf``, ``1_0``, blanks) is no number of seconds.
 _SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
@@ -52,8 +54,8 @@ def deadline_of(given: str, started_s: float, now_s: float) -> float:
 
 
 def line_of(left_s: float) -> bytes:
-    """Return the header line that tells a worker what is left, in whole milliseconds."""
-    return b"x-request-timeout: %.3f\r\n" % max(left_s, 0.001)
+    """Return the header line that tells a worker how long to go on, in whole milliseconds."""
+    return b"x-request-timeout: %.3f\r\n" % (max(left_s, 0.0) + WORKERS_MORE_S)
 
 
 async def within(left_s: float, result: Awaitable[_T]) -> _T:

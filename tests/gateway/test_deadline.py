@@ -72,9 +72,9 @@ def test_a_time_that_is_over_before_the_body_is_there_is_a_miss() -> None:
         deadline_of("2", 10.0, 12.0)
 
 
-def test_a_worker_is_never_told_that_nothing_is_left() -> None:
-    assert line_of(2.5) == b"x-request-timeout: 2.500\r\n"
-    assert line_of(0.00001) == b"x-request-timeout: 0.001\r\n"
+def test_a_worker_may_go_on_a_little_longer_and_is_never_told_that_nothing_is_left() -> None:
+    assert line_of(2.5) == b"x-request-timeout: 3.000\r\n"
+    assert line_of(-0.00001) == b"x-request-timeout: 0.500\r\n"
 
 
 async def test_what_is_no_number_of_seconds_is_a_400_and_reaches_no_worker() -> None:
@@ -95,7 +95,7 @@ async def test_a_worker_gets_what_is_left_and_nothing_if_nothing_was_said() -> N
         assert (await gw.post(headers={"x-stainless-timeout": "600"}))[0] == 200
 
     told, untold = (seen.headers for seen in engine.seen)
-    assert 25.0 < float(told[HEADER]) <= 30.0
+    assert 25.0 < float(told[HEADER]) <= 30.5
     assert HEADER not in untold
     assert untold["x-stainless-timeout"] == "600"
 

@@ -12,9 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.routing.pool import Pool
 from runner.server import HttpServer, bind
 from runner.service import Service
 from runner.types import EngineRequest
+from tests.fakes.gateway import gateway, worker
 from tests.live_runner import LiveRunner
 from tests.runner.fake_engine import ScriptedEngine
 from tests.runner.serving import make_service, serving
@@ -183,3 +185,19 @@ async def test_the_engine_computes_no_further_and_its_blocks_are_free(
         await poll_until(is_idle, deadline_s=DEADLINE_S, what="its blocks are free")
         after = await http.post(CHAT, json=HI | {"max_tokens": 2})
         assert after.status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_gateway_in_front_has_the_first_word_and_blames_nobody(
+    smollm2_dir: Path, stream: bool
+) -> None:
+    engine = TalkingEngine([9690, 2260])
+    body = HI | {"model": "smollm2", "stream": stream}
+    async with serving(make_service(engine, smollm2_dir)) as url:
+        pool = Pool("chat", models=["smollm2"], workers=[worker("w0", url)])
+        async with gateway(pools=[pool]) as gw:
+            _, answered, _ = await gw.post(body=body, headers={"x-request-timeout": "1"})
+            assert b"deadline_exceeded" in answered
+            await poll_until(lambda: bool(engine.aborted), what="the worker computes no more")
+            assert (await gw.record()).outcome == "deadline"
+            assert pool.workers["w0"].health.failures == 0
