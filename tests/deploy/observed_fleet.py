@@ -209,12 +209,14 @@ def _gateway(fleet: ObservedFleet, number: int) -> Process:
         keys = fleet.folder / f"{tenant}.keys"
         keys.write_text(hashlib.sha256(key_of(tenant).encode()).hexdigest() + "\n")
         tenants.append({"name": tenant, "keys_file": str(keys)})
+    listed = fleet.folder / "workers.yaml"
+    listed.write_text(yaml.safe_dump(workers))
     port = free_port()
     pool = {
         "name": "chat",
         "models": ["smollm2"],
         "engine": "runner",
-        "workers": workers,
+        "discovery": {"type": "file", "path": str(listed)},
         "keep_warm": {"enabled": True, "store": True},
     }
     config = {
