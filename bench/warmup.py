@@ -349,7 +349,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=2000, help="of a document, about tokens")
     parser.add_argument("--documents", type=int, default=100, help="of `floor`")
     parser.add_argument("--touches", type=int, default=40, help="documents of `touches`")
-    parser.add_argument("--beside", type=int, default=5, help="documents of `traffic`, each pair")
+    parser.add_argument("--beside", type=int, default=4, help="documents of `traffic`, each pair")
     parser.add_argument("--window-s", type=float, default=20.0, help="of each side of `traffic`")
     parser.add_argument("--think-s", type=float, default=1.0, help="mean pause of a user")
     parser.add_argument("--pairs", type=int, default=5)

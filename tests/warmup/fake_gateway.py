@@ -44,6 +44,8 @@ class FakeGateway:
     Attributes:
         faults: The next requests' faults, None for a request that goes well.
         held: Documents by worker.
+        begun: Documents whose turn came, the last one may wait.
+        pause_after: So many are computed until ``gate`` is cleared.
         computed: (document, worker) in the order in which they were computed.
         requests: Bodies of all POSTs.
         refused: Documents it cannot take, with why.
@@ -57,6 +59,8 @@ class FakeGateway:
 
     faults: deque[Fault | None] = field(default_factory=deque)
     held: dict[str, set[str]] = field(default_factory=lambda: {worker: set() for worker in WORKERS})
+    begun: list[str] = field(default_factory=list)
+    pause_after: int | None = None
     computed: list[tuple[str, str]] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
@@ -138,6 +142,7 @@ class FakeGateway:
         name, worker = placement["id"], placement["worker"]
         about = {"id": name, "worker": worker}
         yield {"event": "start", **about}
+        self.begun.append(name)
         self.gate.wait()
         if reason := self.failing.get((name, worker)):
             yield {"event": "failed", **about, "reason": reason}
@@ -146,6 +151,8 @@ class FakeGateway:
         self.computed.append((name, worker))
         self.held[worker].add(name)
         self.held[worker].discard(self.pushed_out.get(name, ""))
+        if len(self.computed) == self.pause_after:
+            self.gate.clear()
         counts = {"tokens": 100, "cached_tokens": 0, "computed_tokens": 100, "elapsed_s": 0.1}
         yield {"event": "done", **about, **counts}
 

@@ -330,9 +330,9 @@ def test_an_interrupted_run_waits_for_what_is_in_flight_and_says_what_is_warm(
 def test_a_run_that_was_killed_is_taken_up_by_the_next_one(
     folder: Path, gateway: FakeGateway
 ) -> None:
-    gateway.gate.clear()
+    gateway.pause_after = 1
     child = start("run", str(folder / "warm.yaml"), "--gateway", gateway.url)
-    wait_until(lambda: gateway.requests)
+    wait_until(lambda: len(gateway.begun) > 1)
     child.kill()
     child.communicate()
     gateway.gate.set()
