@@ -48,6 +48,8 @@ def blended(learners: Sequence[Learner]) -> list[CostModel | None]:
         step_s = STEP_RATIO * min(token_s for token_s, _ in prefill)
         decode = step_s, CONTEXT_RATIO * step_s
     models = [_model(*of_one, decode) for of_one in zip(known, prefill, strict=True)]
+    if len(known) == len(learners):
+        return list(models)
     borrowed, rest = slowest(models), iter(models)
     return [borrowed if learner.model is None else next(rest) for learner in learners]
 
@@ -110,6 +112,8 @@ def _quickest_step(known: Sequence[Learner]) -> tuple[float, float] | None:
 def _prefill(learner: Learner, prior: tuple[float, float]) -> tuple[float, float]:
     model, trust = learner.model, learner.trust
     assert model is not None, "asked of known workers only"
+    if trust >= 1.0:
+        return model.token_s, model.attention_s
     return between(prior[0], model.token_s, trust), between(prior[1], model.attention_s, trust)
 
 
@@ -118,10 +122,16 @@ def _model(
 ) -> CostModel:
     model, trust = learner.model, learner.decode_trust
     assert model is not None, "asked of known workers only"
+    if learner.is_settled:
+        return model
+    step_s, context_s = decode
+    if trust > 0.0:
+        step_s = between(step_s, model.step_s, trust)
+        context_s = between(context_s, model.context_s, trust)
     return CostModel(
         *prefill,
-        between(decode[0], model.step_s, trust),
-        between(decode[1], model.context_s, trust),
+        step_s,
+        context_s,
         model.restore_cpu_tokens_per_s,
         model.restore_disk_tokens_per_s,
         model.restore_remote_tokens_per_s,
