@@ -56,6 +56,12 @@ def smollm2(smollm2_dir: Path) -> Model:
     return load_model(smollm2_dir, "float32", 1)
 
 
+@pytest.fixture
+def shared_weights(smollm2: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runners of a test compute with the weights that other tests have read."""
+    monkeypatch.setattr("runner.weights.load_model", lambda *_, **__: smollm2)
+
+
 @pytest.fixture(scope="session")
 def smollm2_hf(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The same weights in transformers, through a safetensors folder of our own."""

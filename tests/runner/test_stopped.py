@@ -11,9 +11,7 @@ from weakref import ref
 import httpx
 import pytest
 
-from runner import weights
 from runner.config import PoolSize, RunnerConfig
-from runner.model import Model
 from tests.live_runner import LiveRunner
 from tests.support import poll_until
 
@@ -25,9 +23,8 @@ Serve = Callable[..., LiveRunner]
 
 
 @pytest.fixture
-def serve(smollm2_dir: Path, smollm2: Model, monkeypatch: pytest.MonkeyPatch) -> Serve:
+def serve(smollm2_dir: Path, shared_weights: None) -> Serve:
     """Start a runner over the weights that all tests share."""
-    monkeypatch.setattr(weights, "load_model", lambda *_, **__: smollm2)
 
     def start(**settings: Any) -> LiveRunner:
         pool = PoolSize(tokens=512)
