@@ -81,6 +81,20 @@ def test_nobody_asks_a_compiled_object_for_slots_or_a_dict() -> None:
     assert asked == set()
 
 
+def test_nobody_reads_the_cause_of_an_error_alone() -> None:
+    # Compiled, ``raise ... from`` sets none: what was caught is the context.
+    alone = {
+        f"{file}: {ast.unparse(node)}"
+        for file in sources()
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "__cause__"
+        and f"{ast.unparse(node)} or {ast.unparse(node.value)}.__context__"
+        not in ast.unparse(tree_of(file))
+    }
+    assert alone == set()
+
+
 def test_no_class_that_stays_interpreted_derives_from_a_compiled_one() -> None:
     derived = {
         f"{file}: {each.name}({base})"

@@ -361,7 +361,8 @@ def _reason(error: UpstreamError) -> str:
     """Return why an attempt failed, without the worker's address: that is no client's business."""
     if not isinstance(error, ConnectFailed):
         return str(error)
-    cause = error.__cause__
+    # Compiled code has the error that was caught as context alone.
+    cause = error.__cause__ or error.__context__
     if isinstance(cause, TimeoutError):
         return "no connection in time"
     number = cause.errno if isinstance(cause, OSError) else None
