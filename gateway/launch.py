@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from gateway.config import Settings
-from gateway.parts import admin_token
+from gateway.parts import admin_token, make_tls
 from gateway.reload.metrics import ReloadCollector
 from gateway.reload.reloader import Reloader
 from gateway.runtime import configure_logs, run_loop
@@ -49,7 +49,9 @@ def serve_forever(file: ConfigFile) -> int:
     if settings.server.processes > 1:
         admin_token(settings.server)
         _warn(settings, warnings)
-        return run_loop(Supervisor(settings, file=file).run())
+        # The children have the client port's; the operators' port is the supervisor's.
+        tls = make_tls(settings.server) if settings.server.admin_tls else None
+        return run_loop(Supervisor(settings, file=file, tls=tls).run())
     gateway = Gateway(settings)
     _warn(settings, warnings)
     run_loop(_run_alone(gateway, file))

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from aiohttp import web
 
-from gateway.parts import admin_context, make_tls
 from gateway.reload.metrics import ReloadCollector
 from gateway.reload.reloader import Reloader
 from gateway.supervisor.child import COMMAND, Child, Role
@@ -30,6 +29,7 @@ from gateway.supervisor.operations import Operations
 if TYPE_CHECKING:
     from gateway.config import Settings
     from gateway.reload.reloader import ConfigFile
+    from gateway.tls import ServerTls
 
 # Counts of a child that dies are lost since the last scrape; nobody may have scraped for long.
 SCRAPE_EVERY_S = 5.0
@@ -46,13 +46,16 @@ class Supervisor:
         settings: Validated configuration with ``server.processes`` > 1.
         file: Where it was read, and is read again.
         command: What a child runs.
-
-    Raises:
-        ConfigError: If the certificate of the admin port cannot be used.
+        tls: Certificate of the admin port; None = it speaks plain HTTP.
     """
 
     def __init__(
-        self, settings: Settings, *, file: ConfigFile, command: tuple[str, ...] = COMMAND
+        self,
+        settings: Settings,
+        *,
+        file: ConfigFile,
+        command: tuple[str, ...] = COMMAND,
+        tls: ServerTls | None = None,
     ) -> None:
         self.settings = settings
         self._reloader = Reloader(file, settings, self._use)
@@ -62,8 +65,7 @@ class Supervisor:
         self._ended: Snapshot = {}
         self._was_ready = False
         self._failed = asyncio.Event()
-        # The children have the client port; here it is for the operators' alone.
-        self._tls = make_tls(settings.server) if settings.server.admin_tls else None
+        self._tls = tls
 
     async def run(self) -> int:
         """Serve until a signal, then drain; a second signal ends at once.
@@ -97,7 +99,7 @@ class Supervisor:
                     outside = web.AppRunner(operations.app(is_internal=False), access_log=None)
                     runners.append(outside)
                     await outside.setup()
-                    ssl = admin_context(server, self._tls)
+                    ssl = None if self._tls is None else self._tls.context
                     site = web.TCPSite(outside, server.host, server.admin_port, ssl_context=ssl)
                     await site.start()
                 return await self._run_children()
