@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup weights demo test check check-deploy fmt bench bench-prompt
+.PHONY: help setup weights demo test check check-deploy check-compiled fmt bench bench-prompt
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ check: $(STAMP) ## lint, format, types, import contracts
 check-deploy: $(STAMP) ## chart, compose file, images, Prometheus and Grafana files, without a cluster
 	$(BIN)/python -m pytest tests/deploy --ignore tests/deploy/test_pod_commands.py \
 		--ignore tests/deploy/test_compose_run.py
+
+check-compiled: weights ## build the compiled wheel and run the tests of the hot path on it
+	$(BIN)/python -m tests.check_compiled
 
 fmt: $(STAMP) ## format the code and sort the imports
 	$(BIN)/ruff check --fix --quiet . || true
