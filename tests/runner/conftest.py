@@ -62,7 +62,16 @@ def shared_weights(smollm2: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.weights.load_model", lambda *_, **__: smollm2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
+def patient_lookups() -> Iterator[None]:
+    """Wait for the shared store's answers as long as a machine with much else to do takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runner.tiers.lookups.LOOKUP_TIMEOUT_S", 30.0)
+        yield
+
+
+# Half a gigabyte that one file needs is not kept for all that follow.
+@pytest.fixture(scope="module")
 def smollm2_hf(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The same weights in transformers, through a safetensors folder of our own."""
     from transformers import AutoModelForCausalLM

@@ -11,6 +11,9 @@ import torch
 from runner.model import Model
 from tests.runner.driver import Driver
 
+# The reference computes everything twice over, on a machine that may have much else to do.
+pytestmark = pytest.mark.timeout(600)
+
 NUM_TOKENS = 16
 
 # Lengths at and around block boundaries (16 tokens a block), and longer ones.

@@ -35,7 +35,7 @@ NUM_TOKENS = 8
 TURNS_UNTIL_ASKED_AGAIN = 50
 
 # Six prompts computed, stored thrice and restored, on a machine that others use too.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("patient_lookups")]
 
 MEDIUMS: dict[HitSource, str] = {"cpu": "CPU", "disk": "STORAGE", "remote": "SHARED_STORAGE"}
 
