@@ -173,7 +173,10 @@ async def test_the_engine_computes_no_further_and_its_blocks_are_free(
     live_runner: LiveRunner, stream: bool
 ) -> None:
     body = HI | {"max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": stream}
-    async with httpx.AsyncClient(base_url=live_runner.url, timeout=DEADLINE_S) as http:
+    # A stream that ended in an error closes its connection: each request has one of its own.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    url = live_runner.url
+    async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, limits=limits) as http:
 
         async def is_idle() -> bool:
             blocks = (await http.get("/cache")).json()["tiers"]["gpu"]["blocks"]
