@@ -14,7 +14,7 @@ from tests.deploy.alert_parts import RULES, alerts, names, rules
 from tests.deploy.chart_parts import CHART, of_kind, render
 from tests.tools import tool
 
-BOUNDS = yaml.safe_load((CHART / "rules" / "bounds.yaml").read_text())
+BOUNDS = yaml.safe_load((CHART / "alert-bounds.yaml").read_text())
 CHANGED = {
     "errorRatio": 0.25,
     "ttftSeconds": 0.25,

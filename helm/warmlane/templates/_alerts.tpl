@@ -1,7 +1,7 @@
 {{/* Groups of alert rules as JSON: those of rules/warmlane.yaml with what values say of them. */}}
 {{- define "warmlane.alertGroups" -}}
 {{- $said := .Values.metrics.prometheusRule }}
-{{- $bounds := fromYaml (.Files.Get "rules/bounds.yaml") }}
+{{- $bounds := fromYaml (.Files.Get "alert-bounds.yaml") }}
 {{- include "warmlane.alertLinks" $said }}
 {{- $groups := list }}
 {{- range $group := (fromYaml (.Files.Get "rules/warmlane.yaml")).groups }}
@@ -33,7 +33,7 @@
 {{- toJson (concat $groups $said.extraGroups) }}
 {{- end -}}
 
-{{/* A text with a number in it, in one of the ways of rules/bounds.yaml (text, value). */}}
+{{/* A text with a number in it, in one of the ways of alert-bounds.yaml (text, value). */}}
 {{- define "warmlane.bound" -}}
 {{- $number := toString .value }}
 {{- $le := contains "." $number | ternary $number (printf "%s.0" $number) }}
