@@ -176,8 +176,10 @@ class TestGrowing:
             "store, _ = open_store(pathlib.Path(sys.argv[1]))\n"
             # 8 and 4 slots are too many for this limit.
             "until(lambda: store.ready_slots > 0, 20)\n"
-            "print(store.stats().failed_segments_total >= 2, len(fill(store, range(4))))\n"
+            "found = store.stats().failed_segments_total >= 2, len(fill(store, range(4)))\n"
+            # Its thread tries again meanwhile, and logs.
             "store.close()\n"
+            "print(*found)\n"
         )
         out = subprocess.run(
             [sys.executable, "-c", script, str(tmp_path)],
