@@ -1,8 +1,8 @@
 """Finished requests on their way to their onlookers, who are told of many at a time.
 
 One after the other, each onlooker's code and numbers would have to come back into the processor's
-caches for every request, which takes three times as long as counting. Whoever reads what onlookers
-count has what waits told first (``settle``), so that nothing shows the wait.
+caches for every request. Whoever reads what onlookers count has what waits told first
+(``settle``), so that nothing shows the wait.
 """
 
 from __future__ import annotations

@@ -36,16 +36,13 @@ class HintCounts:
 
     def add(self, plan: Plan) -> None:
         """Count a served request. About a microsecond where it has hints, else much less."""
-        inbound, name = plan.inbound, plan.pool.name
+        name, hints = plan.pool.name, hints_of(plan.inbound)
         count = self._pools.get(name)
         if count is None:
             count = self._pools[name] = Hinted()
         count.requests += 1
-        # Most have none, which is quickly told.
-        if "warmlane" in inbound.body or "x-document-id" in inbound.headers:
-            hints = hints_of(inbound)
-            count.with_documents += hints.has_documents
-            count.with_chunks += bool(hints.chunks)
+        count.with_documents += hints.has_documents
+        count.with_chunks += bool(hints.chunks)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row per pool, as plain JSON values."""
