@@ -43,6 +43,10 @@ class Headers(Mapping[str, str]):
     def __getitem__(self, name: str) -> str:
         return self._values[name].decode("utf-8", "surrogateescape")
 
+    def __contains__(self, name: object) -> bool:
+        # What ``Mapping`` has raises and catches an error for each name that is not there.
+        return name in self._values
+
     def get(self, name: str, default: str | None = None) -> str | None:  # type: ignore[override]
         """Return a value, or ``default``."""
         value = self._values.get(name)
