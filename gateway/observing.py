@@ -35,7 +35,7 @@ from gateway.worth.metrics import WorthCollector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Protocol
+    from typing import Protocol, TypeAlias
 
     from prometheus_client.registry import Collector
 
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from gateway.replicas.load import LoadExchange
     from gateway.routing.dispatch import Dispatcher, Plan, Ticket
     from gateway.routing.pool import Worker
-    from gateway.telemetry.finished import Batch
     from gateway.telemetry.record import RequestRecord
     from gateway.tenancy import Tenancy
     from gateway.tenancy.exchange import BudgetExchange
@@ -67,6 +66,10 @@ if TYPE_CHECKING:
         exchange: LoadExchange | None
         sharing: Sharing | None
         spending: BudgetExchange | None
+
+    # Each with when it was over: monotonic seconds, and seconds since 1970.
+    Attempt: TypeAlias = tuple[float, Plan, Ticket]
+    Request: TypeAlias = tuple[float, RequestRecord]
 
 
 # At most 20 prompts a second are looked at for text that recurs across conversations: a look takes
@@ -103,11 +106,16 @@ class Observing:
         if self.decision_log is not None:
             self._decisions = DecisionLogger(self.decision_log)
         self._recurrence_due_s = 0.0
-        self._over = Finished(self._tell)
-        self.telemetry.settle = self._over.settle
+        # What routing, warm-up or offload caps go by is told at once, see ``finished``.
+        self._attempts: Finished[Attempt] = Finished(self._explain, self._value, self._write_down)
+        self._requests: Finished[Request] = Finished(
+            self._count, self._charge, self._show, self._log
+        )
+        self.telemetry.settle = self.usage.settle = self.settle
 
     def watch(self) -> None:
         """Let scrapes read the parts; once, when all of them are made."""
+        self._parts.misses.settle = self.settle
         for collector in self._collectors():
             self.telemetry.register(collector)
 
@@ -138,23 +146,25 @@ class Observing:
     def observe(self, record: RequestRecord) -> None:
         """Take note of a request of a client that is over."""
         self._parts.fleet.observe(record)
-        self._over.add(record)
+        self._requests.add((time.time(), record))
 
     def finished(self, plan: Plan, ticket: Ticket) -> None:
         """Take note of an attempt that is over."""
         parts = self._parts
         parts.fleet.finished(plan, ticket)
-        parts.misses.observe(plan, ticket)
         parts.warmer.finished(plan, ticket, parts.worth.observe(plan, ticket))
-        self.usage.finished(plan, ticket)
-        if self._decisions is not None:
-            self._decisions.finished(plan, ticket)
         self._routed(plan, ticket)
-        # What recurs is seen in a sample as well, and every request would pay for more.
         now_s = time.monotonic()
+        # What recurs is seen in a sample as well, and every request would pay for more.
         if now_s >= self._recurrence_due_s:
             self._recurrence_due_s = now_s + RECURRENCE_EVERY_S
             segments.observe(plan)
+        self._attempts.add((now_s, plan, ticket))
+
+    def settle(self) -> None:
+        """Have everything that is over counted; whoever reads what is counted calls it first."""
+        self._attempts.settle()
+        self._requests.settle()
 
     def warmed(self, plan: Plan, ticket: Ticket) -> None:
         """Take note of a request of warm-up: the worker's, and nobody's traffic."""
@@ -164,26 +174,43 @@ class Observing:
     def forget_worker(self, worker: Worker) -> None:
         """Drop the series of a worker that is no more; a second call does nothing more."""
         # What it did last must not bring them back.
-        self._over.settle()
+        self.settle()
         self.telemetry.forget_worker(worker.id)
 
     def close(self) -> None:
         """Write what waits to be written."""
-        self._over.settle()
+        self.settle()
         if self.decision_log is not None:
             self.decision_log.close()
 
-    def _tell(self, batch: Batch) -> None:
-        telemetry, usage, decisions = self.telemetry, self.usage, self.console.decisions
-        # One onlooker after the other: that is what they are told of many at a time for.
-        for _, record in batch:
-            telemetry.observe(record)
-        for _, record in batch:
-            usage.observe(record)
-        for at_s, record in batch:
-            decisions.add(at_s, record)
+    def _explain(self, attempts: Iterator[Attempt]) -> None:
+        for at_s, plan, ticket in attempts:
+            self._parts.misses.observe(plan, ticket, at_s)
+
+    def _value(self, attempts: Iterator[Attempt]) -> None:
+        for _, plan, ticket in attempts:
+            self.usage.finished(plan, ticket)
+
+    def _write_down(self, attempts: Iterator[Attempt]) -> None:
+        if self._decisions is not None:
+            for _, plan, ticket in attempts:
+                self._decisions.finished(plan, ticket)
+
+    def _count(self, requests: Iterator[Request]) -> None:
+        for _, record in requests:
+            self.telemetry.observe(record)
+
+    def _charge(self, requests: Iterator[Request]) -> None:
+        for _, record in requests:
+            self.usage.observe(record)
+
+    def _show(self, requests: Iterator[Request]) -> None:
+        for at_s, record in requests:
+            self.console.decisions.add(at_s, record)
+
+    def _log(self, requests: Iterator[Request]) -> None:
         if self.request_log is not None:
-            self.request_log.write(batch)
+            self.request_log.write(requests)
 
     def _spans_lost(self) -> int:
         export = None if self.tracing is None else self.tracing.export

@@ -204,6 +204,7 @@ class Gateway:
         """Stop what runs beside the requests; a second call does nothing more."""
         for rewriter in self.rewriters.values():
             await rewriter.settle()
+        self.observing.settle()  # who is told may begin something that is stopped here
         await self.misses.close()
         await self.worth.close()
         # The last one first: what goes over the link says goodbye before it closes.

@@ -115,9 +115,7 @@ class Admin:
         self._rewriters = rewriters or {}
         self._worth = worth
         self._usage = usage
-        self._fleet_usage = (
-            None if usage is None else FleetUsage(usage, lambda: telemetry.settle(), orders)
-        )
+        self._fleet_usage = None if usage is None else FleetUsage(usage, orders)
         self._console = console
         self._settings = settings
         self._shared = shared

@@ -1,8 +1,8 @@
 """The miss report: which requests hit less than a near-duplicate before them, and why.
 
-``observe`` runs on the path of every request and only looks up whether the prompt goes on where one
-before it ended. What does not is compared behind the requests, in one thread, at a bounded rate; a
-prompt that is not compared is counted as such.
+``observe`` is told of every attempt and only looks up whether its prompt goes on where one before
+it ended. What does not is compared behind the requests, in one thread, at a bounded rate; a prompt
+that is not compared is counted as such.
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ class MissReport:
         clock: Monotonic seconds.
         cpu_clock: Seconds of CPU that the calling thread has taken.
         memory: Recent prompts.
+
+    Attributes:
+        tally: Tokens lost.
+        settle: Has attempts that wait observed; whoever reads calls it first. Set by who lets them
+            wait.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class MissReport:
         memory: Memory | None = None,
     ) -> None:
         self.tally = Tally(clock)
+        self.settle: Callable[[], None] = lambda: None
         self._memory = Memory() if memory is None else memory
         self._log_prompts = log_prompts
         self._clock = clock
@@ -87,9 +93,17 @@ class MissReport:
         self._credit_cpu_s = BURST_S
         self._credit_s = clock()
         self._update_due_s = float("-inf")
+        # By which a comparison sees that its prompt may have been forgotten meanwhile.
+        self._num_purges = 0
 
-    def observe(self, plan: Plan, ticket: Ticket) -> None:
-        """Take note of a finished attempt; quick, and never raises."""
+    def observe(self, plan: Plan, ticket: Ticket, at_s: float | None = None) -> None:
+        """Take note of a finished attempt; quick, and never raises.
+
+        Args:
+            plan: The request.
+            ticket: Of the attempt.
+            at_s: When it was over; None = now.
+        """
         prompt = plan.prompt
         if prompt is None or ticket.outcome is not Outcome.OK:
             return
@@ -101,13 +115,13 @@ class MissReport:
         hit = ticket.predicted_hit_tokens if observed is None else observed
         hit = min(hit, num_blocks * prompt.block_size)
         self.tally.served(prompt.num_tokens, hit)
+        now_s = self._clock() if at_s is None else at_s
         entry = self._memory.extended_by(plan.pool.name, plan.inbound.tenant, prompt, num_blocks)
         if entry is None:
-            self._enqueue(plan, prompt, ticket, hit)
+            self._enqueue(plan, prompt, ticket, hit, now_s)
             return
         before = entry.known
         # A prompt that is asked again, word for word, replaces nothing.
-        now_s = self._clock()
         is_new = before.prompt is not prompt or before.num_messages != num_messages(body)
         if is_new and now_s >= self._update_due_s:
             # Those of one burst are all taken over: what was not spent in the last second is left.
@@ -124,6 +138,7 @@ class MissReport:
 
     def report(self) -> dict[str, Any]:
         """Return ``GET /admin/v1/misses``: causes with the most expensive first, and totals."""
+        self.settle()
         return self.tally.report()
 
     def forget(self, tenant: str | None, document: str) -> int:
@@ -136,15 +151,21 @@ class MissReport:
         Returns:
             How many prompts and groups of losses were forgotten.
         """
+        self.settle()  # what is told of later must not bring it back
         num_prompts = 0
         if not document:
             # Prompts are kept without the identity of their document: they leave with their tenant,
             # or as newer ones come.
             num_prompts = self._memory.forget(lambda known: known.scope[1] == tenant)
+            kept = [one for one in self._queue if one.known.scope[1] != tenant]
+            num_prompts += len(self._queue) - len(kept)
+            self._queue = deque(kept)
+            self._num_purges += 1
         return num_prompts + self.tally.forget(tenant, document)
 
     async def settled(self) -> None:
-        """Return once everything observed so far is compared."""
+        """Return once everything that is over is compared."""
+        self.settle()
         while self._task is not None:
             await self._task
 
@@ -159,11 +180,11 @@ class MissReport:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
 
-    def _enqueue(self, plan: Plan, prompt: Prompt, ticket: Ticket, hit: int) -> None:
+    def _enqueue(self, plan: Plan, prompt: Prompt, ticket: Ticket, hit: int, now_s: float) -> None:
         if len(self._queue) >= MAX_QUEUE or not self._may_compare():
             self.tally.count("not_compared")
             return
-        known = Known.from_plan(plan, prompt, self._clock())
+        known = Known.from_plan(plan, prompt, now_s)
         self._queue.append(_finished(known, plan, ticket, hit))
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._compare_queued())
@@ -210,6 +231,7 @@ class MissReport:
         if not known.has_text_only():
             self.tally.count("not_compared")
             return
+        num_purges = self._num_purges
         identity = _identity(finished.plan, _IDENTITIES)
         found = await self._run(features, known, identity)
         missed = known.usable_tokens - finished.hit_tokens
@@ -220,7 +242,8 @@ class MissReport:
             if twin is not None:
                 await self._judge(finished, twin, lost_behind, shared)
         self.tally.count("compared")
-        self._memory.add(known, found)
+        if num_purges == self._num_purges:
+            self._memory.add(known, found)
 
     async def _judge(self, finished: Finished, twin: Known, lost: int, shared: int) -> None:
         block_size = finished.known.prompt.block_size

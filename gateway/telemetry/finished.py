@@ -1,4 +1,4 @@
-"""Finished requests on their way to their onlookers, who are told of many at a time.
+"""What is over, on its way to its onlookers, who are told of many attempts or requests at a time.
 
 One after the other, each onlooker's code and numbers would have to come back into the processor's
 caches for every request. Whoever reads what onlookers count has what waits told first
@@ -8,43 +8,41 @@ caches for every request. Whoever reads what onlookers count has what waits told
 from __future__ import annotations
 
 import asyncio
-from time import time
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import structlog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator
 
-    from gateway.telemetry.record import RequestRecord
-
-    Batch: TypeAlias = Sequence[tuple[float, RequestRecord]]
+_T = TypeVar("_T")
 
 # A person who watches the log or the console does not notice.
 WAIT_S = 0.2
-# All onlookers together take about 10 us a request: less than 2 ms of the event loop at once.
+# All onlookers together take about 10 us a request: less than 2 ms of the event loop at once. It
+# bounds the bodies, too, that are kept a moment longer.
 MAX_WAITING = 128
 
+log = structlog.get_logger("warmlane")
 
-class Finished:
-    """Collects finished requests; event loop only.
+
+class Finished(Generic[_T]):
+    """Collects what is over; event loop only.
 
     Args:
-        tell: Told of several at once, with the times they ended, seconds since 1970, in order;
-            must not raise.
-        clock_unix: Seconds since 1970.
+        onlookers: Each is told of several at once, in the order in which they ended. What one
+            cannot take is logged, and kept neither from the others nor in the way of the rest.
     """
 
-    def __init__(
-        self, tell: Callable[[Batch], None], clock_unix: Callable[[], float] = time
-    ) -> None:
-        self._tell = tell
-        self._clock_unix = clock_unix
-        self._waiting: list[tuple[float, RequestRecord]] = []
+    def __init__(self, *onlookers: Callable[[Iterator[_T]], object]) -> None:
+        self._onlookers = onlookers
+        self._waiting: list[_T] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, record: RequestRecord) -> None:
-        """Take a request that is over, which must not change any more; told within ``WAIT_S``."""
+    def add(self, one: _T) -> None:
+        """Take what is over and must not change any more; told within ``WAIT_S``."""
         waiting = self._waiting
-        waiting.append((self._clock_unix(), record))
+        waiting.append(one)
         if len(waiting) >= MAX_WAITING:
             self.settle()
         elif self._timer is None:
@@ -57,4 +55,18 @@ class Finished:
             self._timer = None
         if self._waiting:
             waiting, self._waiting = self._waiting, []
-            self._tell(waiting)
+            # One after the other: that is what they are told of many at a time for.
+            for onlooker in self._onlookers:
+                _tell(onlooker, waiting)
+
+
+def _tell(onlooker: Callable[[Iterator[_T]], object], waiting: list[_T]) -> None:
+    left = iter(waiting)
+    # Once for all of it, unless it fails: then once more for what is behind.
+    for _ in waiting:
+        try:
+            onlooker(left)
+        except Exception as error:
+            log.error("onlooker_failed", exc_info=error)
+        else:
+            return

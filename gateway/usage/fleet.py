@@ -9,8 +9,6 @@ import msgspec
 from gateway.usage.document import merge_usage, with_replicas
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from gateway.replicas.orders import Orders
     from gateway.usage.usage import Usage
 
@@ -39,20 +37,17 @@ class FleetUsage:
 
     Args:
         usage: This process's.
-        settle: Has requests that wait counted.
         orders: Reaches the others; None = there is no Redis to reach them through.
     """
 
-    def __init__(self, usage: Usage, settle: Callable[[], None], orders: Orders | None) -> None:
+    def __init__(self, usage: Usage, orders: Orders | None) -> None:
         self._usage = usage
-        self._settle = settle
         self._orders = orders
         if orders is not None:
             orders.handlers[KIND] = lambda _body: self.own()
 
     def own(self) -> dict[str, Any]:
         """Return the usage of this process, with its id as ``replica``; None where it has none."""
-        self._settle()
         replica = None if self._orders is None else self._orders.gateway
         return {**self._usage.document(), "replica": replica}
 

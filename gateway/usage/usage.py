@@ -37,6 +37,7 @@ class Usage:
         account: What tenants used.
         values: What workers' caches save.
         hints: How many requests name their documents.
+        settle: Has what waits counted; whoever reads calls it first. Set by who lets it wait.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Usage:
         self.account = UsageAccount(is_configured, overflows)
         self.values = CacheValues(pools)
         self.hints = HintCounts()
+        self.settle: Callable[[], None] = lambda: None
         self._clock = clock
         self._clock_unix = clock_unix
         self._since_unix_s = clock_unix()
@@ -71,10 +73,12 @@ class Usage:
 
     def document(self) -> dict[str, Any]:
         """Return ``GET /admin/v1/usage``, as plain JSON values."""
+        self.settle()
         return usage_document(self.account.items(), self._since_unix_s, self._clock_unix())
 
     def worth(self) -> dict[str, Any]:
         """Return what ``GET /admin/v1/worth`` says besides: workers, scale-down advice, hints."""
+        self.settle()
         rows = [value._asdict() for value in self.values.read(self._clock())]
         return {"workers": rows, "scale_down": scale_down(rows), "hints": self.hints.rows()}
 

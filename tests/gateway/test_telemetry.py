@@ -6,11 +6,13 @@ import asyncio
 import io
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.telemetry.decision_log import DecisionLog
@@ -180,16 +182,16 @@ def test_a_line_says_when_its_request_ended_and_what_is_known() -> None:
     assert datetime.fromisoformat(second["timestamp"]) == datetime.fromtimestamp(1.5, UTC)
 
 
-async def test_finished_requests_are_told_of_together_and_none_is_lost() -> None:
-    told, now = [], iter(range(10_000))
-    finished = Finished(lambda batch: told.append(list(batch)), lambda: float(next(now)))
-    records = [record() for _ in range(MAX_WAITING + 3)]
-    for each in records[:2]:
+async def test_what_is_over_is_told_of_together_and_none_is_lost() -> None:
+    told: list[list[int]] = []
+    finished: Finished[int] = Finished(lambda batch: told.append(list(batch)))
+    numbers = list(range(MAX_WAITING + 3))
+    for each in numbers[:2]:
         finished.add(each)
     assert told == []
     finished.settle()
-    assert told == [[(0.0, records[0]), (1.0, records[1])]]
-    for each in records[2:]:
+    assert told == [[0, 1]]
+    for each in numbers[2:]:
         finished.add(each)
     assert len(told) == 2
     # One is left, and told of without anybody asking.
@@ -197,9 +199,66 @@ async def test_finished_requests_are_told_of_together_and_none_is_lost() -> None
     while len(told) < 3:
         assert time.monotonic() < deadline_s
         await asyncio.sleep(WAIT_S / 4)
-    assert [each for batch in told for _, each in batch] == records
+    assert [each for batch in told for each in batch] == numbers
     finished.settle()
     assert len(told) == 3
+
+
+async def test_an_onlooker_that_fails_misses_what_it_failed_on_and_nobody_else_does() -> None:
+    seen: list[int] = []
+    others: list[int] = []
+
+    def picky(batch: Iterator[int]) -> None:
+        for each in batch:
+            if each % 3 == 0:
+                raise ValueError("odd")
+            seen.append(each)
+
+    finished: Finished[int] = Finished(picky, others.extend)
+    for each in range(7):
+        finished.add(each)
+    with structlog.testing.capture_logs() as logs:
+        finished.settle()
+    assert seen == [1, 2, 4, 5]
+    assert others == list(range(7))
+    assert [line["event"] for line in logs] == ["onlooker_failed"] * 3
+
+
+async def test_an_onlooker_that_fails_whatever_it_is_told_of_is_left_at_last() -> None:
+    def broken(_batch: Iterator[int]) -> None:
+        raise ValueError("always")
+
+    finished: Finished[int] = Finished(broken)
+    finished.add(1)
+    with structlog.testing.capture_logs() as logs:
+        finished.settle()
+    assert len(logs) == 1
+
+
+async def test_what_ends_while_onlookers_are_told_is_told_of_later() -> None:
+    told: list[list[int]] = []
+
+    def tell(batch: Iterator[int]) -> None:
+        numbers = list(batch)
+        told.append(numbers)
+        if numbers == [1]:
+            finished.add(2)
+            finished.settle()
+
+    finished: Finished[int] = Finished(tell)
+    finished.add(1)
+    finished.settle()
+    assert told == [[1], [2]]
+
+
+def test_lines_before_one_that_cannot_be_written_are_kept() -> None:
+    stream = io.BytesIO()
+    log = RequestLog(stream)
+    batch = iter([(0.0, record()), (1.0, record(model="\ud800")), (2.0, record(worker="w1"))])
+    with pytest.raises(UnicodeEncodeError):
+        log.write(batch)
+    log.write(batch)
+    assert [json.loads(line)["worker"] for line in stream.getvalue().splitlines()] == ["w0", "w1"]
 
 
 @pytest.mark.parametrize("secret", ["prompt", "messages", "authorization", "api_key"])
