@@ -58,7 +58,7 @@ async def test_what_a_purged_tenant_asked_a_moment_ago_is_forgotten_too(smollm2_
         serving(engine, pool=pool(smollm2_dir), **TENANTS) as gw,
     ):
         for key in ("K1", "K2"):
-            assert await gw.ask(KEYS[key], asking(f"{LONG} {key}?")) == 200
+            assert await gw.ask(KEYS[key], asking(f"{key}: {LONG}")) == 200
         status, document, _ = await gw.post("/admin/v1/purge", {"tenant": "t1"})
         assert status == 200
         assert document["removed"]["miss_prompts"] == 1
