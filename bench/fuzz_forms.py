@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import email
 import email.policy
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from python_multipart import FormParser
 from python_multipart.exceptions import FormParserError
 
 from gateway.errors import InvalidRequest
-from gateway.protocols.multipart import model_of, parts_of
+from gateway.protocols.multipart import Part, model_of, parts_of
 from gateway.proxy.transfers import form_without_transfers
 
 if TYPE_CHECKING:
@@ -39,15 +40,21 @@ def check(data: bytes) -> None:
         AssertionError: If one does.
     """
     try:
-        kept = form_without_transfers(data, KIND)
-        model_of(kept, KIND)
+        kept, parts = asyncio.run(_kept(data))
+        model_of(kept, parts)
     except InvalidRequest:
         return
-    ours = [part.name for part in parts_of(kept, KIND)]
+    ours = [part.name for part in parts]
     for read in (_as_engines, _as_mail):
         theirs = list(read(kept))
         assert theirs in ([], ours), f"{read.__name__}: {theirs} instead of {ours}"
     assert not {name.lower() for name in ours}.intersection(FORBIDDEN)
+
+
+async def _kept(data: bytes) -> tuple[bytes, list[Part]]:
+    """Return what goes on of a form, and its parts."""
+    kept = form_without_transfers(data, await parts_of(data, KIND))
+    return kept, await parts_of(kept, KIND)
 
 
 def _as_engines(body: bytes) -> Iterator[str]:

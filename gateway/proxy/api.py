@@ -21,7 +21,7 @@ from gateway.errors import (
 )
 from gateway.protocols.errors import NotSupported
 from gateway.protocols.surfaces import Surfaces
-from gateway.proxy.asked import Asked, Asking
+from gateway.proxy.asked import Asking
 from gateway.proxy.body import parse_body
 from gateway.proxy.counting import count_tokens
 from gateway.proxy.delivery import own_lines
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from gateway.proxy.lifecycle import Lifecycle
     from gateway.proxy.limits import Limits
     from gateway.proxy.rewrite import Rewriter
+    from gateway.proxy.ways import Way
     from gateway.routing.dispatch import Dispatcher
     from gateway.tenancy import Tenant
     from gateway.tracing import Tracing
@@ -225,11 +226,13 @@ class Api:
         if spec.way == "count_tokens":
             await self._count(exchange, body, tenant, record)
             return
+        way: Way | None = None
         if spec.way == "chat":
-            asked = self._read(spec, exchange, body, tenant, record.request_id)
+            inbound, body = self._read(spec, exchange, body, tenant, record.request_id)
         else:
-            asked = self._asking.read(spec, exchange, body, tenant, record.request_id)
-        inbound, body, way = asked
+            inbound, body, way = await self._asking.read(
+                spec, exchange, body, tenant, record.request_id
+            )
         record.model = inbound.model[:MAX_MODEL_CHARS]
         record.stream = inbound.body.get("stream") is True
         tenant.check_model(inbound.model)
@@ -241,7 +244,7 @@ class Api:
 
     def _read(
         self, spec: SurfaceSpec, exchange: Exchange, body: bytes, tenant: Tenant, request_id: str
-    ) -> Asked:
+    ) -> tuple[Inbound, bytes]:
         """Read a chat or text completion, unless its body came before."""
         surface: Any = spec.name
         known = self._bodies.find(tenant.name, surface, body)
@@ -266,7 +269,7 @@ class Api:
             known,
             tenant.salting(document),
         )
-        return Asked(inbound, body)
+        return inbound, body
 
     async def _count(
         self, exchange: Exchange, body: bytes, tenant: Tenant, record: RequestRecord

@@ -8,7 +8,7 @@ import orjson
 
 from gateway.errors import InvalidRequest
 from gateway.protocols.anthropic import to_chat
-from gateway.protocols.multipart import FORM, model_of
+from gateway.protocols.multipart import FORM, model_of, parts_of
 from gateway.protocols.responses import ResponseHomes, readable, routing_text
 from gateway.proxy.body import parse_body
 from gateway.proxy.headers import told_as_json
@@ -53,7 +53,7 @@ class Asking:
         self.speech = Speech()
         self.homes = ResponseHomes()
 
-    def read(
+    async def read(
         self, spec: SurfaceSpec, exchange: Exchange, body: bytes, tenant: Tenant, request_id: str
     ) -> Asked:
         """Read a request to a path of ``spec``.
@@ -64,10 +64,13 @@ class Asking:
         target = f"{exchange.path}?{exchange.query}" if exchange.query else exchange.path
         kind = exchange.headers.get("content-type") or ""
         if spec.way == "pass" and kind.lower().startswith(FORM):
+            parts = await parts_of(body, kind)
             if not tenant.may_transfer:
                 also = () if tenant.may_salt and not tenant.salt else SALT_FIELDS
-                body = form_without_transfers(body, kind, also)
-            field = model_of(body, kind)
+                kept = form_without_transfers(body, parts, also)
+                if kept is not body:
+                    body, parts = kept, await parts_of(kept, kind)
+            field = model_of(body, parts)
             document = {"model": field.value}
             inbound = _inbound("none", document, exchange, tenant, request_id)
             return Asked(inbound, body, PassedOn(target, None, field))

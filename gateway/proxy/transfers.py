@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from gateway.protocols.multipart import parts_of, with_parts
+from gateway.protocols.multipart import Part, with_parts
 from gateway.proxy.splice import splice
 from prefix_index.canonical.spans import members
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
 PARAMS = "kv_transfer_params"
 # What bounds a request's own KV, and so harms nobody.
@@ -70,7 +70,7 @@ def without_transfers(body: bytes, document: dict[str, Any]) -> tuple[bytes, dic
     return splice(body, put=put, drop=drop), kept
 
 
-def form_without_transfers(body: bytes, content_type: str, also: Collection[str] = ()) -> bytes:
+def form_without_transfers(body: bytes, parts: Iterable[Part], also: Collection[str] = ()) -> bytes:
     """Return a form without what a client may not say; as given where there is nothing.
 
     What is an object keeps what it may in a body of JSON; what is none, or one spread over several
@@ -78,14 +78,11 @@ def form_without_transfers(body: bytes, content_type: str, also: Collection[str]
 
     Args:
         body: As the client sent it.
-        content_type: With its boundary.
+        parts: All of its parts.
         also: More fields to leave out.
-
-    Raises:
-        InvalidRequest: If it is no form, or one that can be read in two ways.
     """
-    changes: list[tuple[Any, bytes | None]] = []
-    for part in parts_of(body, content_type):
+    changes: list[tuple[Part, bytes | None]] = []
+    for part in parts:
         root = _ROOT.match(part.name.lower())
         if root is not None and (root[0] in _ALL or root[0] in also):
             value = body[part.start : part.end]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import suppress
 from typing import Any
@@ -15,7 +16,7 @@ from gateway.errors import InvalidRequest, MalformedAnswer
 from gateway.protocols.anthropic import MessageStream, to_chat, to_message
 from gateway.protocols.anthropic.answer import input_of
 from gateway.protocols.anthropic.stream import MAX_KEPT_CHARS
-from gateway.protocols.multipart import model_of
+from gateway.protocols.multipart import parts_of
 from gateway.protocols.responses import ResponseHomes, readable, routing_text
 from tests.fakes.engine import content, event
 
@@ -68,10 +69,10 @@ def test_no_answer_does_more_than_be_malformed(document: Any) -> None:
 def test_no_form_does_more_than_be_refused(body: bytes, boundary: str) -> None:
     for kind in (boundary, f"multipart/form-data; boundary={boundary}"):
         with suppress(InvalidRequest):
-            model_of(body, kind)
+            asyncio.run(parts_of(body, kind))
         mark = b"--" + boundary.encode("latin-1", "replace")
         with suppress(InvalidRequest):
-            model_of(mark + b"\r\n" + body + b"\r\n" + mark + b"--", kind)
+            asyncio.run(parts_of(mark + b"\r\n" + body + b"\r\n" + mark + b"--", kind))
 
 
 def call(index: int, arguments: str, **named: Any) -> bytes:

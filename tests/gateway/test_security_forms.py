@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 
 from bench.fuzz_forms import KIND, field, form
 from gateway.errors import InvalidRequest
-from gateway.protocols.multipart import MAX_PARTS, model_of, parts_of
+from gateway.protocols import multipart
+from gateway.protocols.multipart import MAX_PARTS, SLICE_BYTES, parts_of
 from gateway.proxy.headers import to_worker
 from gateway.proxy.transfers import form_without_transfers
 from tests.fakes.engine import RawEngine
@@ -120,9 +122,9 @@ AMBIGUOUS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("kind", AMBIGUOUS)
-def test_a_form_that_can_be_read_in_two_ways_is_refused(kind: str) -> None:
+async def test_a_form_that_can_be_read_in_two_ways_is_refused(kind: str) -> None:
     with pytest.raises(InvalidRequest):
-        model_of(form(MODEL, AMBIGUOUS[kind]), KIND)
+        await parts_of(form(MODEL, AMBIGUOUS[kind]), KIND)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +135,9 @@ def test_a_form_that_can_be_read_in_two_ways_is_refused(kind: str) -> None:
         "multipart/form-data; boundary*=utf-8''b8; boundary=b7",
     ],
 )
-def test_a_form_with_two_boundaries_is_refused(kind: str) -> None:
+async def test_a_form_with_two_boundaries_is_refused(kind: str) -> None:
     with pytest.raises(InvalidRequest):
-        parts_of(form(MODEL), kind)
+        await parts_of(form(MODEL), kind)
 
 
 @pytest.mark.parametrize(
@@ -147,9 +149,36 @@ def test_a_form_with_two_boundaries_is_refused(kind: str) -> None:
         b'content-disposition: form-data; filename="C:\\x.wav"; name="file"\r\n\r\n\r\n\r\n',
     ],
 )
-def test_what_clients_write_is_read(part: bytes) -> None:
-    assert [each.name for each in parts_of(form(part, MODEL), KIND)][1] == "model"
-    assert form_without_transfers(form(part, MODEL), KIND) == form(part, MODEL)
+async def test_what_clients_write_is_read(part: bytes) -> None:
+    body = form(part, MODEL)
+    parts = await parts_of(body, KIND)
+
+    assert parts[1].name == "model"
+    assert form_without_transfers(body, parts) is body
+
+
+@pytest.mark.parametrize("slice_bytes", range(1, 12))
+async def test_where_a_search_is_cut_into_slices_changes_nothing(
+    slice_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = form(field("file", b"--b\r\n--b8\r\n" + b"\x00" * 20), MODEL)
+    whole = await parts_of(body, KIND)
+    monkeypatch.setattr(multipart, "SLICE_BYTES", slice_bytes)
+
+    assert await parts_of(body, KIND) == whole
+    assert [part.name for part in whole] == ["file", "model"]
+
+
+async def test_others_get_their_turn_while_a_large_form_is_read() -> None:
+    body = form(field("file", bytes(8 * SLICE_BYTES)), MODEL)
+    reading = asyncio.create_task(parts_of(body, KIND))
+    turns = 0
+    while not reading.done():
+        await asyncio.sleep(0)
+        turns += 1
+
+    assert turns >= 8
+    assert len(await reading) == 2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from gateway.pass_through import check_pass_through
-from gateway.protocols.multipart import model_of
+from gateway.protocols.multipart import model_of, parts_of
 from gateway.protocols.surfaces import SURFACES, Surfaces
 from gateway.routing.pool import Pool
 from tests.fakes.engine import End, RawEngine, Script, Seen, answer, chunk, event, head, stream
@@ -145,9 +145,9 @@ async def test_a_form_that_names_no_one_model_is_refused(body: bytes, kind: str)
     assert engine.seen == []
 
 
-def test_the_model_of_a_form_is_found_where_it_stands() -> None:
+async def test_the_model_of_a_form_is_found_where_it_stands() -> None:
     body = form("whisper-1")
-    field = model_of(body, FORM)
+    field = model_of(body, await parts_of(body, FORM))
 
     assert body[field.start : field.end] == field.value.encode() == b"whisper-1"
 
