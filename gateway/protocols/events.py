@@ -15,16 +15,34 @@ if TYPE_CHECKING:
 
 def events(data: bytes) -> Iterator[bytes]:
     """Yield the data of each event; comments and other fields are skipped."""
-    if b"\r" in data:
-        data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    for block in data.split(b"\n\n"):
-        lines = [
-            line[6:] if line.startswith(b"data: ") else line[5:]
-            for line in block.split(b"\n")
-            if line.startswith(b"data:")
-        ]
-        if lines:
-            yield b"\n".join(lines).strip()
+    for block in _plain(data).split(b"\n\n"):
+        if (event := _data_of(block)) is not None:
+            yield event
+
+
+def events_from_last(data: bytes) -> Iterator[bytes]:
+    """Yield the same as ``events``, the last one first; what nobody asks for is not looked at."""
+    data = _plain(data)
+    end = len(data)
+    while end >= 0:
+        at = data.rfind(b"\n\n", 0, end)
+        if (event := _data_of(data[at + 2 if at >= 0 else 0 : end])) is not None:
+            yield event
+        end = at
+
+
+def _plain(data: bytes) -> bytes:
+    """Return events with LF as their only line end."""
+    return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data
+
+
+def _data_of(block: bytes) -> bytes | None:
+    lines = [
+        line[6:] if line.startswith(b"data: ") else line[5:]
+        for line in block.split(b"\n")
+        if line.startswith(b"data:")
+    ]
+    return b"\n".join(lines).strip() if lines else None
 
 
 def documents(data: bytes) -> Iterator[dict[str, Any]]:

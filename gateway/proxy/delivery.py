@@ -176,13 +176,14 @@ class Delivery:
 
         def write(data: bytes) -> bool:
             nonlocal is_waiting
-            data = feed(data)
+            is_open = send(feed(data))
             if is_waiting and observer.has_token:
+                # Accounted for once it is on its way.
                 is_waiting = False
-                self._ticket.first_token()
                 self._record.ttft_s = self._clock() - self._started_s
+                self._ticket.first_token()
                 self._keep(observer.first)
-            return send(data)
+            return is_open
 
         if events is not None:
             send = self._translated(events, send)
@@ -222,7 +223,7 @@ class Delivery:
         """Finish the ticket of a stream that ended; the error to tell if it did not end well."""
         end = observer.end(is_cut=self._failure is not None)
         if (trace := self._exchange.trace) is not None:
-            trace.heard(observer.first, *observer.last_events())
+            trace.heard(observer.first, *reversed(list(observer.events_from_last())))
         if end.is_error:
             outcome = Outcome.UPSTREAM_ERROR
         elif end.is_complete:
@@ -307,20 +308,21 @@ class Delivery:
 
 def own_lines(exchange: Exchange, record: RequestRecord) -> bytes:
     """Return what the gateway says about its own part, more of it when asked to explain."""
-    lines = (
-        f"x-request-id: {record.request_id}\r\nserver-timing: "
-        f"route;dur={record.route_s * 1000:.3f}, queue;dur={record.queue_s * 1000:.3f}\r\n"
+    lines = b"x-request-id: %b\r\nserver-timing: route;dur=%.3f, queue;dur=%.3f\r\n" % (
+        record.request_id.encode(),
+        record.route_s * 1000,
+        record.queue_s * 1000,
     )
     if record.canonicalized:
-        lines += f"x-warmlane-canonicalized: {record.canonicalized}\r\n"
+        lines += f"x-warmlane-canonicalized: {record.canonicalized}\r\n".encode()
     if record.worker and exchange.headers.get("x-warmlane-explain") == "1":
         lines += (
             f"x-warmlane-worker: {record.worker}\r\n"
             f"x-warmlane-reason: {record.reason}\r\n"
             f"x-warmlane-prompt-tokens: {record.prompt_tokens}\r\n"
             f"x-warmlane-hit-tokens: {record.predicted_hit_tokens}\r\n"
-        )
-    return lines.encode() + exchange.limit_lines
+        ).encode()
+    return lines + exchange.limit_lines
 
 
 def _outcome(status: int) -> Outcome:

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gateway.protocols.events import documents, events, parsed
+from gateway.protocols.events import documents, events_from_last, parsed
 from gateway.routing.dispatch import Usage
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class StreamObserver:
         is_done = is_finished = is_error = False
         usage: Usage | None = None
         num_choices = 0
-        for data in reversed(self.last_events()):
+        for data in self.events_from_last():
             if data == _DONE:
                 is_done = True
             elif isinstance(document := parsed(data), dict):
@@ -143,9 +143,9 @@ class StreamObserver:
         """Whether an event brings something that was generated."""
         return _has_token(document)
 
-    def last_events(self) -> list[bytes]:
-        """Return the data of the last events, as far as they are kept."""
-        return list(events(b"".join(self._tail) + self._held))
+    def events_from_last(self) -> Iterator[bytes]:
+        """Yield the data of the last events, as far as they are kept, the very last one first."""
+        return events_from_last(b"".join(self._tail) + self._held)
 
     def _trim(self) -> None:
         """Forget all but the last pieces: as many as make up ``TAIL_BYTES``, and at least one."""

@@ -52,7 +52,7 @@ class TypedObserver(StreamObserver):
         """Read the last events; see the base."""
         is_complete, is_error = self._is_last_seen, False
         usage: Usage | None = None
-        for data in reversed(self.last_events()):
+        for data in self.events_from_last():
             document = parsed(data)
             if not isinstance(document, dict):
                 continue
