@@ -72,7 +72,7 @@ def request_id_from(given: str | None) -> str:
         if not is_address:
             return given
     # Ids tell requests apart and guard nothing.
-    return f"{_random.getrandbits(128):032x}"
+    return _random.getrandbits(128).to_bytes(16, "big").hex()
 
 
 def to_worker(

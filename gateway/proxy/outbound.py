@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
@@ -34,10 +34,10 @@ class OffloadPut(Protocol):
         """Return members to put into ``body``; ``also`` are others for the same object."""
 
 
-class Outbound(NamedTuple):
+class Outbound:
     """A request as one worker gets it.
 
-    Attributes:
+    Args:
         headers: Header lines, each with its end.
         body: The body.
         offload_tokens: Cap on offloaded tokens that the body carries; None = the gateway set none.
@@ -45,11 +45,21 @@ class Outbound(NamedTuple):
         hearing: How the answer is to be read.
     """
 
-    headers: bytes
-    body: bytes
-    offload_tokens: int | None = None
-    path: str = ""
-    hearing: Hearing = PLAIN
+    __slots__ = ("body", "headers", "hearing", "offload_tokens", "path")
+
+    def __init__(
+        self,
+        headers: bytes,
+        body: bytes,
+        offload_tokens: int | None = None,
+        path: str = "",
+        hearing: Hearing = PLAIN,
+    ) -> None:
+        self.headers = headers
+        self.body = body
+        self.offload_tokens = offload_tokens
+        self.path = path
+        self.hearing = hearing
 
 
 def outbound(

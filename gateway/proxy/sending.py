@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from gateway.errors import (
     ConnectFailed,
@@ -26,14 +26,14 @@ from gateway.proxy.delivery import Delivery
 from gateway.proxy.outbound import outbound
 from gateway.proxy.retry import retry_after_s
 from gateway.proxy.ways import Sent
-from gateway.routing.dispatch import GateFull, GateTimeout, Outcome, Plan
+from gateway.routing.dispatch import GateFull, GateTimeout, Outcome
 
 if TYPE_CHECKING:
     from gateway.front.exchange import Exchange
     from gateway.proxy.forward import Proxy
     from gateway.proxy.outbound import Outbound
     from gateway.proxy.ways import Way
-    from gateway.routing.dispatch import Decision, Inbound, Ticket
+    from gateway.routing.dispatch import Decision, Inbound, Plan, Ticket
     from gateway.telemetry.record import RequestRecord
     from gateway.upstream.client import Response
 
@@ -41,18 +41,21 @@ if TYPE_CHECKING:
 _REFUSALS = (429, 503)
 
 
-class Form(NamedTuple):
+class Form:
     """A request in the form in which one pool gets it.
 
-    Attributes:
+    Args:
         plan: Its plan.
         raw: Its body, before what the gateway itself says to a worker.
         rules: Canonicalisation rules that changed it.
     """
 
-    plan: Plan
-    raw: bytes
-    rules: tuple[str, ...] = ()
+    __slots__ = ("plan", "raw", "rules")
+
+    def __init__(self, plan: Plan, raw: bytes, rules: tuple[str, ...] = ()) -> None:
+        self.plan = plan
+        self.raw = raw
+        self.rules = rules
 
 
 class Sending:
@@ -213,8 +216,12 @@ class Sending:
             raise LookupError(f"worker {ticket.worker.id} has no connections")
         if deadline_s is not None:
             headers += line_of(self._left_s(ticket, deadline_s))
-        said = (self._plan, ticket, headers, self._body, self._proxy.offload_put)
-        out = outbound(*said) if self._way is None else await self._say(self._way, Sent(*said))
+        plan, body, offload_put = self._plan, self._body, self._proxy.offload_put
+        if self._way is None:
+            out = outbound(plan, ticket, headers, body, offload_put)
+        else:
+            sent = Sent(plan, ticket, headers, body, offload_put)
+            out = await self._say(self._way, sent)
         left_s = None if deadline_s is None else self._left_s(ticket, deadline_s)
         self._record.offload_tokens = out.offload_tokens
         asked = upstream.request(

@@ -187,7 +187,8 @@ class MessagesWay:
             return Outbound(with_rank(headers, sent.ticket), body, None, self._target, hearing)
         if chat is None:
             raise self._refusal or InvalidRequest("The request cannot be translated.")
-        return chat._replace(path=CHAT_PATH, hearing=Hearing(translation=_ToMessages(plan, self)))
+        chat.path, chat.hearing = CHAT_PATH, Hearing(translation=_ToMessages(plan, self))
+        return chat
 
     def _must_translate(self, sent: Sent, chat: Outbound | None) -> bool:
         """Whether something is to be said that engines know only of a chat."""

@@ -275,6 +275,8 @@ def settle(grant: Grant, record: RequestRecord) -> None:
     Who leaves early pays for the prompt and for what was produced; nobody pays where the gateway or
     a worker failed before there was a first token.
     """
+    if grant is _UNCOUNTED:
+        return
     if _is_free(record):
         grant.settle(0, 0)
     else:

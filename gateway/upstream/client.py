@@ -138,14 +138,17 @@ class Upstream:
         is_head = method == "HEAD"
         connection = self._take_idle()
         if connection is not None:
+            answer = connection.send(head, body, is_head, STALE_WINDOW_S, first_byte_s, total_s)
             try:
-                return await connection.exchange(
-                    head, body, is_head, STALE_WINDOW_S, first_byte_s, total_s
-                )
+                await answer.head()
             except StaleConnection:
                 pass
+            else:
+                return answer
         connection = await self._connect()
-        return await connection.exchange(head, body, is_head, 0.0, first_byte_s, total_s)
+        answer = connection.send(head, body, is_head, 0.0, first_byte_s, total_s)
+        await answer.head()
+        return answer
 
     def close(self) -> None:
         """Abort all connections; exchanges under way fail."""

@@ -72,7 +72,7 @@ class Connection(asyncio.Protocol):
         self._stale_before_s = 0.0
         self._total_s = math.inf
 
-    async def exchange(
+    def send(
         self,
         head: bytes,
         body: bytes,
@@ -81,11 +81,13 @@ class Connection(asyncio.Protocol):
         first_byte_s: float,
         total_s: float,
     ) -> Response:
-        """Send one request and wait for the head of its answer.
+        """Send one request and return its answer, of which nothing has come yet.
+
+        If the connection ends within ``stale_window_s`` and no byte came, the answer fails with
+        ``StaleConnection``.
 
         Raises:
-            StaleConnection: If the connection ends within ``stale_window_s`` and no byte came.
-            UpstreamError: If it fails in any other way before the head is complete.
+            ResetBeforeFirstByte: If the connection is closed already.
         """
         transport = self._transport
         if transport is None or transport.is_closing():
@@ -100,15 +102,6 @@ class Connection(asyncio.Protocol):
         self._is_head_request = is_head_request
         self.head_done = self._is_message_complete = self._is_until_close = False
         transport.writelines((head, body) if body else (head,))
-        try:
-            # The state of this connection may already be that of its next exchange.
-            while not response.status and response.error is None:
-                await response.wait()
-        except BaseException:
-            response.close()
-            raise
-        if response.error is not None and not response.status:
-            raise response.error
         return response
 
     def fail(self, error: UpstreamError | StaleConnection) -> None:

@@ -70,6 +70,23 @@ class Response:
         self._waiter: asyncio.Future[None] | None = None
         self._error: UpstreamError | StaleConnection | None = None
 
+    async def head(self) -> None:
+        """Wait for the head; only for whoever sent the request.
+
+        Raises:
+            StaleConnection: If the worker closed the connection before it had the request.
+            UpstreamError: If it fails in any other way before the head is complete.
+        """
+        try:
+            # The state of the connection may already be that of its next exchange.
+            while not self.status and self._error is None:
+                await self.wait()
+        except BaseException:
+            self.close()
+            raise
+        if self._error is not None and not self.status:
+            raise self._error
+
     async def read(self, max_bytes: int = MAX_READ_BYTES) -> bytes:
         """Return the whole body.
 
@@ -152,23 +169,16 @@ class Response:
             self._error = ResetMidStream("closed by this side")
             self._connection.abort()
 
-    async def wait(self) -> None:
-        """Wait until something happened: head, piece, end, error or a full receiver."""
-        self._waiter = self._connection.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+    def wait(self) -> asyncio.Future[None]:
+        """Return what ends when something happens: head, piece, end, error or a full receiver."""
+        waiter: asyncio.Future[None] = self._connection.loop.create_future()
+        self._waiter = waiter
+        return waiter
 
     @property
     def buffered_bytes(self) -> int:
         """Body bytes that were received and not yet taken."""
         return self._buffered_bytes
-
-    @property
-    def error(self) -> UpstreamError | StaleConnection | None:
-        """Why the exchange failed, if it did."""
-        return self._error
 
     def deliver(self, piece: bytes) -> None:
         """Take a piece of the body from the connection."""
