@@ -6,8 +6,6 @@ a colon, repeated or odd lengths, a length beside a transfer coding, codings oth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-
 import httptools
 
 from gateway.errors import InvalidRequest
@@ -28,40 +26,6 @@ class _Names(dict[bytes, str]):
 
 
 _names = _Names()
-
-
-class Headers(Mapping[str, str]):
-    """Headers by lower-case name; values are decoded when they are asked for."""
-
-    __slots__ = ("_values",)
-
-    def __init__(self, pairs: list[tuple[bytes, bytes]]) -> None:
-        names = _names
-        # Reversed, so that of a repeated header the first is kept.
-        self._values = {names[name]: value for name, value in reversed(pairs)}
-
-    def __getitem__(self, name: str) -> str:
-        return self._values[name].decode("utf-8", "surrogateescape")
-
-    def __contains__(self, name: object) -> bool:
-        # What ``Mapping`` has raises and catches an error for each name that is not there.
-        return name in self._values
-
-    def get(self, name: str, default: str | None = None) -> str | None:  # type: ignore[override]
-        """Return a value, or ``default``."""
-        value = self._values.get(name)
-        return default if value is None else value.decode("utf-8", "surrogateescape")
-
-    def pop(self, name: str) -> str | None:
-        """Remove a header and return its value; None if there is none."""
-        value = self._values.pop(name, None)
-        return None if value is None else value.decode("ascii")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
 
 class Head(RequestHead):
@@ -88,9 +52,12 @@ class Head(RequestHead):
             )
         names = [_names[name] for name, _ in pairs]
         raw = [pair for pair, name in zip(pairs, names, strict=True) if name != "content-length"]
-        super().__init__(raw, headers := Headers(pairs), names.count("host"))
+        # Reversed, so that of a repeated header the first is kept.
+        values = zip(reversed(names), reversed(pairs), strict=True)
+        headers = {name: pair[1].decode("utf-8", "surrogateescape") for name, pair in values}
+        super().__init__(raw, headers, names.count("host"))
         self.is_http11 = is_http11
-        length = headers.pop("content-length")
+        length = headers.pop("content-length", None)
         self.content_length = int(length or 0) if "transfer-encoding" not in headers else None
         if self.content_length is None and not is_http11:
             raise InvalidRequest("HTTP/1.0 knows no transfer-encoding.", code="bad_framing")
