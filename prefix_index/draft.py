@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from prefix_index.anchors import TEXT_BLOCK_BYTES, text_chain
 from prefix_index.blocks import BlockHash, hash_blocks
+from prefix_index.view_hits import Match
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from prefix_index.anchors import Anchors
     from prefix_index.memo import Segment
 
@@ -25,8 +27,7 @@ class Prompt:
         block_size: Tokens per block.
         root: Parent of the first block.
         pieces: Tokens of each rendered segment.
-        held_blocks: Lengths of the hits that the last look-up found, where they differed: a hint
-            for the next one.
+        last_match: What the last look-up in an index found; for the next one.
     """
 
     num_tokens: int
@@ -34,7 +35,7 @@ class Prompt:
     block_size: int
     root: BlockHash
     pieces: list[array[int]]
-    held_blocks: Sequence[int] = field(default=(), repr=False, compare=False)
+    last_match: Match | None = field(default=None, repr=False, compare=False)
     _chains: dict[int, list[BlockHash]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod

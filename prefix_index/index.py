@@ -13,6 +13,7 @@ Used from one thread (the event loop). Worker names are opaque; a data-parallel 
 
 from __future__ import annotations
 
+from itertools import count as counter
 from typing import TYPE_CHECKING, Final
 
 from prefix_index.holdings import MAX_COPIES, TIERS, Tier, count
@@ -38,6 +39,8 @@ _SLOTS_READ_PER_BLOCK: Final = 16
 _PAGE_SLOTS: Final = 4096
 # Stamps are unsigned 32 bit; ages are taken around it.
 _STAMP_MASK: Final = 0xFFFFFFFF
+# No two indexes ever have the same version: an answer of one is never taken for the other's.
+_versions: Final = counter()
 
 
 class Index:
@@ -48,6 +51,9 @@ class Index:
         max_blocks: Bound on (worker, block) entries. Beyond it the workers with more than an equal
             share lose their least recently stored leaf blocks, never a parent before its children.
             The order of age is exact in small indexes and approximate in large ones.
+
+    Attributes:
+        version: Another number whenever ``match`` may answer otherwise.
     """
 
     def __init__(self, block_size: int, max_blocks: int = 5_000_000) -> None:
@@ -55,6 +61,7 @@ class Index:
             raise ValueError(f"block_size must be positive, not {block_size}")
         self.block_size = block_size
         self.max_blocks = max_blocks
+        self.version = next(_versions)
         self._num_blocks = 0
         self._stamp = 0
         self._view = View()
@@ -88,6 +95,7 @@ class Index:
         hashes = hashes if isinstance(hashes, list) else list(hashes)
         if not hashes:
             return
+        self.version = next(_versions)
         holder = self._workers.get(worker) or self._join(worker)
         before = holder.num_blocks
         self._stamp = self._stamp + 1 & _STAMP_MASK
@@ -100,6 +108,7 @@ class Index:
         holder = self._workers.get(worker)
         if holder is None:
             return
+        self.version = next(_versions)
         before = holder.num_blocks
         self._view.take(holder, hashes, tier)
         self._num_blocks += holder.num_blocks - before
@@ -121,6 +130,7 @@ class Index:
                 f"expected two hashes of {HASH_BYTES} bytes and copies in 64 bits, not "
                 f"{len(block)} and {len(parent)} bytes and {copies}"
             )
+        self.version = next(_versions)
         holder = self._workers.get(worker)
         if not copies:
             if holder is not None:
@@ -138,6 +148,7 @@ class Index:
         holder = self._workers.pop(worker, None)
         if holder is None:
             return
+        self.version = next(_versions)
         del self._by_bit[holder.bit]
         self._live ^= holder.bit
         if holder.num_blocks:
@@ -184,14 +195,14 @@ class Index:
         if not hashes:
             return {}
         blocks, live = self._view.blocks, self._live
-        find, states, visible = blocks.find, blocks.state, self._view.states.visible
-        first = visible[states[find(hashes[0])]] & live
+        states, visible = blocks.state, self._view.states.visible
+        first = visible[states[blocks.find(hashes[0])]] & live
         if not first:
             return {}
         lengths: dict[Holder, int] = {}
         num_blocks = len(hashes)
         # Most prompts were asked before, so that whoever sees their beginning sees all of them.
-        last = visible[states[find(hashes[-1])]] & live
+        last = visible[states[blocks.find(hashes[-1])]] & live
         if last:
             self._add_lengths(lengths, last, num_blocks)
         # (low, its mask, high, its mask): whoever sees low but not high ends in between.
@@ -201,7 +212,7 @@ class Index:
             for length in probes:
                 for at in (length - 1, length):
                     if low < at < num_blocks - 1:
-                        mask = visible[states[find(hashes[at])]] & live
+                        mask = visible[states[blocks.find(hashes[at])]] & live
                         if mask != low_mask:
                             spans.append((low, low_mask, at, mask))
                         low, low_mask = at, mask
@@ -213,7 +224,7 @@ class Index:
                 self._add_lengths(lengths, low_mask & ~high_mask, high)
                 continue
             middle = low + high >> 1
-            mask = visible[states[find(hashes[middle])]] & live
+            mask = visible[states[blocks.find(hashes[middle])]] & live
             if mask != low_mask:
                 spans.append((low, low_mask, middle, mask))
             if mask != high_mask:
@@ -229,6 +240,7 @@ class Index:
         holder = self._workers.get(worker)
         if holder is None:
             return
+        self.version = next(_versions)
         for block in reversed(hashes[max(num_blocks, 1) :]):
             self._set(holder, self._view.blocks.find(block), 0)
 
@@ -332,13 +344,15 @@ class Index:
     def _hits(self, hashes: Sequence[BlockHash], lengths: dict[Holder, int]) -> dict[str, Hit]:
         mixed = {}
         hits: dict[str, Hit] = {}
-        block_size = self.block_size
+        hit, hit_blocks = Hit(), 0
         for holder, length in lengths.items():
             if holder.num_below:
                 mixed[holder] = length
-            else:
-                hits[holder.worker] = Hit(length * block_size)
-        return hits | split_hits(self._view, hashes, mixed, block_size) if mixed else hits
+                continue
+            if length != hit_blocks:  # most hold equally much
+                hit, hit_blocks = Hit(length * self.block_size), length
+            hits[holder.worker] = hit
+        return hits | split_hits(self._view, hashes, mixed, self.block_size) if mixed else hits
 
     def _tidy(self, num_stored: int) -> None:
         """Pay for stored blocks: sweep as many, and evict what is too much, in bounded time."""

@@ -48,21 +48,19 @@ class Residency:
             hashes: Full blocks of a prompt (and of its answer, if known) from the first one on.
             parent: Root of the chain.
         """
-        hashes = hashes[: self._capacity_blocks]
+        if len(hashes) > self._capacity_blocks:
+            hashes = hashes[: self._capacity_blocks]
         if not hashes:
             return
         self._clock += 1
         if self._clock >> _STAMP_BITS:  # after 49 days of 1,000 requests/s; a model is soon rebuilt
             self.clear()
-        blocks, last = self._blocks, hashes[-1]
-        slot = blocks.find(last)
-        state = blocks.state[slot]
-        # The index may have lost an end to feedback or to its own bound, never a middle.
-        if state >= _HELD and self._index.holds(self._worker, last, "gpu"):
+        last = hashes[-1]
+        slot = self._held_end(last)
+        if slot:
             # A prompt that is asked again, the common case.
-            blocks.stamp[slot] = self._clock
-            if state == _HELD:
-                self._queue(slot)
+            self._blocks.stamp[slot] = self._clock
+            self._queue(slot)
             return
         end = len(hashes) - 1
         held = bisect_left(hashes, 1, hi=end, key=lambda block: not self._is_held(block))
@@ -90,6 +88,22 @@ class Residency:
         # Stamp and slot in one int. Each block is queued at most once, with its stamp or an older
         # one: what comes up too early is queued again.
         self._leaves: list[int] = []
+        # Slots of ends that were found held, as long as nothing changes in the index.
+        self._ends: dict[BlockHash, int] = {}
+        self._version = -1
+
+    def _held_end(self, block: BlockHash) -> int:
+        """Return the slot of a chain's end that the model and the index hold, else 0.
+
+        The index may have lost an end to feedback or to its own bound, never a middle.
+        """
+        if self._index.version != self._version:
+            self._version = self._index.version
+            self._ends.clear()
+        slot = self._ends.get(block, 0)
+        if not slot and self._is_held(block):
+            slot = self._ends[block] = self._blocks.find(block)
+        return slot
 
     def _is_modelled(self, block: BlockHash) -> bool:
         return self._blocks.state[self._blocks.find(block)] >= _HELD
@@ -140,7 +154,8 @@ class Residency:
             gone.append(blocks.key(slot))
             self._drop(slot)
             surplus -= 1
-        self._index.remove(self._worker, gone)
+        if gone:
+            self._index.remove(self._worker, gone)
 
     def _drop(self, slot: int) -> None:
         blocks = self._blocks

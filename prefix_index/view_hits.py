@@ -38,6 +38,26 @@ class Hit(NamedTuple):
         return self.gpu + self.cpu + self.disk + self.remote
 
 
+class Match:
+    """What an index answered about a chain; as good as asked again while the version is the same.
+
+    Attributes:
+        hits: Worker -> its hit; never changed.
+        version: The index's, when it answered.
+    """
+
+    __slots__ = ("hits", "version")
+
+    def __init__(self, hits: dict[str, Hit], version: int) -> None:
+        self.hits = hits
+        self.version = version
+
+    def lengths(self, block_size: int) -> list[int]:
+        """Return the hits' lengths in blocks where they differ: where the next look-up may look."""
+        lengths = {hit.total // block_size for hit in self.hits.values()}
+        return sorted(lengths) if len(lengths) > 1 else []
+
+
 def split_hits(
     view: View, hashes: Sequence[BlockHash], lengths: dict[Holder, int], block_size: int
 ) -> dict[str, Hit]:

@@ -71,6 +71,7 @@ class Books:
 
     Attributes:
         load: The worker as a candidate, up to date as far as the books go; copy it, never keep it.
+            Who reads candidates writes down there what seldom changes otherwise.
         prefilled_s: Estimated prefill seconds completed since the start; only ever grows.
         out_busy_until_s: When the pulls that others make from this worker end.
         awaited: Requests whose first token is predicted and missing, in routing order.

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from gateway.routing.choose import RouteInput
 from gateway.routing.cost import EVICTION_FILL, MEMORY_FILL, OUTPUT_ALLOWANCE_TOKENS, Candidate
+from gateway.routing.prices import all_hits
 from gateway.routing.sources import can_pull, find_sources, reaches
 from prefix_index.blocks import usable_blocks
-from prefix_index.index import Hit
+from prefix_index.view_hits import Hit, Match
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -54,6 +55,8 @@ def route_input(
     # Equal to the blocks in ``hashes`` where all of them are known.
     num_blocks = 0 if hashes is None else usable_blocks(prompt_tokens, pool.block_size)
     hits = _match(index, plan) if index is not None and hashes else {}
+    if hits:
+        hits = _in_whole_blocks(hits, pool)
     allowance = _allowance_tokens(plan)
     candidates = _candidates(plan, now_s, num_blocks, exclude, hits, allowance)
     request = RouteInput(now_s, prompt_tokens, candidates)
@@ -85,14 +88,15 @@ def route_input(
 
 
 def _match(index: Index, plan: Plan) -> dict[str, Hit]:
-    """Look up who holds what of a prompt, where it ended the last time first."""
+    """Look up who holds what of a prompt, or remember it; the caller does not change it."""
     prompt, hashes = plan.prompt, plan.hashes or ()
     if prompt is None:
         return index.match(hashes)
-    hits = index.match(hashes, prompt.held_blocks)
-    lengths = {sum(hit) // index.block_size for hit in hits.values()}
-    prompt.held_blocks = sorted(lengths) if len(lengths) > 1 else ()
-    return hits
+    match = prompt.last_match
+    if match is None or match.version != index.version:
+        probes = [] if match is None else match.lengths(index.block_size)
+        match = prompt.last_match = Match(index.match(hashes, probes), index.version)
+    return match.hits
 
 
 def _candidates(
@@ -103,41 +107,35 @@ def _candidates(
     hits: dict[str, Hit],
     allowance_tokens: int,
 ) -> list[Candidate]:
-    """Copy each worker's row and fill in what depends on the request or on the time.
-
-    Cuts the ``hits`` of workers with larger blocks than the pool's.
-    """
+    """Copy each worker's row and fill in what depends on the request or on the time."""
     pool, hashes = plan.pool, plan.hashes or ()
-    index = pool.index
-    block_size, adapter = pool.block_size, plan.adapter
+    index, adapter = pool.index, plan.adapter
+    block_size = pool.block_size
     new_tokens = num_blocks * block_size
     demand = plan.num_tokens + allowance_tokens
     all_pull = pool.peer_pull == "llm-d"
-    are_settled = True
+    # What workers of whom little was seen borrow from their pool included.
+    models = pool.lender.models([worker.learner for worker in pool.workers.values()])
     candidates: list[Candidate] = []
     ejected: list[Candidate] = []
-    for worker_id, worker in pool.workers.items():
-        books, health = worker.books, worker.health
-        c = _copy(books.load)
-        c.worker = worker_id
-        learner = worker.learner
-        c.model = learner.model
-        are_settled = are_settled and learner.is_settled
-        c.max_batched_tokens = worker.max_batched_tokens
-        c.new_tokens = new_tokens
-        mode = worker.mode
+    for position, worker in enumerate(pool.workers.values()):
+        books, health, worker_id = worker.books, worker.health, worker.id
+        mode, capacity = worker.mode, worker.capacity_tokens
         # The pool is asked only about workers that have something wrong with them.
         if worker.num_diverged or worker.block_size is not None or worker.is_apart:
             mode = mode if pool.is_readable(worker) else "text"
-        c.mode = mode
+        load = books.load
+        if load.model is not models[position]:
+            load.model = models[position]
+        if load.mode != mode or load.capacity_tokens != capacity:
+            load.mode, load.capacity_tokens = mode, capacity
+        c = _copy(load)
+        c.new_tokens = new_tokens
         hit = hits.get(worker_id)
         if hit is not None and mode != "text":
-            if worker.block_size is not None and worker.block_size != block_size:
-                hits[worker_id] = hit = _in_whole_blocks(hit, worker.block_size)
             c.hit_gpu, c.hit_cpu, c.hit_disk, c.hit_remote = hit
         if (worker.can_pull or all_pull) and can_pull(pool, worker):
-            c.can_pull, c.pull_rates = True, learner.pull_rates
-        c.capacity_tokens = capacity = worker.capacity_tokens
+            c.can_pull, c.pull_rates = True, worker.learner.pull_rates
         if capacity:
             # Blocks shared with requests in flight matter only where memory is short.
             needed = c.active_tokens + new_tokens + allowance_tokens
@@ -170,8 +168,6 @@ def _candidates(
                 c.why = _why_slow(worker.slow_start, c, plan.num_tokens, now_s)
             c.eligible = c.why == "ok"
         candidates.append(c)
-    if not are_settled:
-        _lend_models(pool, candidates)
     if ejected and 2 * len(ejected) > len(candidates):
         _readmit(ejected)
     _relent(candidates)
@@ -195,8 +191,18 @@ def _allowance_tokens(plan: Plan) -> int:
     return OUTPUT_ALLOWANCE_TOKENS
 
 
-def _in_whole_blocks(hit: Hit, block_size: int) -> Hit:
-    """Cut a hit to whole blocks of the worker's; what is slowest to restore is given up first."""
+def _in_whole_blocks(hits: dict[str, Hit], pool: Pool) -> dict[str, Hit]:
+    """Cut the hits of workers with larger blocks than the pool's to whole blocks of theirs."""
+    cut: dict[str, Hit] = {}
+    for worker_id, hit in hits.items():
+        worker = pool.workers.get(worker_id)
+        if worker is not None and worker.block_size not in (None, pool.block_size):
+            cut[worker_id] = _cut(hit, worker.block_size)
+    return {**hits, **cut} if cut else hits
+
+
+def _cut(hit: Hit, block_size: int) -> Hit:
+    """Cut a hit to whole blocks; what is slowest to restore is given up first."""
     tokens = hit.total // block_size * block_size
     kept = []
     for held in hit:
@@ -215,7 +221,7 @@ def _whole(tokens: int, pool: Pool, worker_id: str) -> int:
 
 def _is_held(candidates: list[Candidate], hits: Mapping[str, Hit], prompt_tokens: int) -> bool:
     """Whether anybody holds a quarter of the prompt."""
-    return bool(hits) and 4 * max([c.hit_tokens for c in candidates]) >= prompt_tokens
+    return bool(hits) and 4 * max(all_hits(candidates, credited=False)) >= prompt_tokens
 
 
 def _take_sources(request: RouteInput, pool: Pool, hits: Mapping[str, Hit]) -> None:
@@ -260,13 +266,6 @@ def _credit(plan: Plan) -> dict[str, int]:
         for worker, links in pool.pending_texts.credit(chain).items():
             tokens[worker] = max(tokens.get(worker, 0), int(links * link_tokens))
     return tokens
-
-
-def _lend_models(pool: Pool, candidates: list[Candidate]) -> None:
-    """Let workers of whom little was seen borrow what their pool has learned."""
-    models = pool.lender.models([worker.learner for worker in pool.workers.values()])
-    for c, model in zip(candidates, models, strict=True):
-        c.model = model
 
 
 def _read_ages(index: Index, worker: Worker, c: Candidate, now_s: float) -> None:

@@ -260,6 +260,8 @@ class Pool:
         if worker.id in self.workers:
             raise ValueError(f"worker id {worker.id!r} is taken in pool {self.name!r}")
         self.workers[worker.id] = worker
+        load = worker.books.load
+        load.worker, load.max_batched_tokens = worker.id, worker.max_batched_tokens
         self.ring.add(worker.id)
         self._fit_block_size(worker)
 

@@ -9,7 +9,6 @@ seen, and what its pool has learned for the rest.
 from __future__ import annotations
 
 from math import exp, log
-from operator import is_
 from typing import TYPE_CHECKING
 
 from gateway.routing.cost import CostModel
@@ -61,12 +60,19 @@ class Lender:
         self._own: list[CostModel | None] = []
         self._blended: list[CostModel | None] = []
 
-    def models(self, learners: Sequence[Learner]) -> list[CostModel | None]:
+    def models(self, learners: list[Learner]) -> list[CostModel | None]:
         """Return what ``blended`` does; for each request, so a few instructions a worker."""
-        own = [learner.model for learner in learners]
-        # Whoever learns makes a new model.
-        if len(own) != len(self._own) or not all(map(is_, own, self._own)):
-            self._own, self._blended = own, blended(learners)
+        if len(learners) == len(self._own):
+            # Whoever learns makes a new model.
+            for position, model in enumerate(self._own):
+                if learners[position].model is not model:
+                    break
+            else:
+                return self._blended
+        self._own = own = [learner.model for learner in learners]
+        # Nobody borrows once all have seen enough, and each of their requests teaches them more.
+        are_settled = all(learner.is_settled for learner in learners)
+        self._blended = own if are_settled else blended(learners)
         return self._blended
 
 
