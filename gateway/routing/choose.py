@@ -8,6 +8,8 @@ number: ties are broken by the ``rotation`` that the caller counts up.
 
 from __future__ import annotations
 
+from typing import Final
+
 from gateway.routing.cost import (
     Candidate,
     CostModel,
@@ -39,6 +41,12 @@ SIBLING_SHARE = 0.5
 MAX_UNCALIBRATED_SIBLINGS = 10
 # Bounded load: no worker takes more than this multiple of the mean requests in flight by its hash.
 LOAD_FACTOR = 1.25
+
+
+# Reasons of most choices: to find one on its class takes 0.2 us each time.
+_LONGEST_PREFIX: Final = Reason.LONGEST_PREFIX
+_LEAST_COST: Final = Reason.LEAST_COST
+_UNCALIBRATED: Final = Reason.UNCALIBRATED
 
 
 def choose(request: RouteInput, *, rotation: int = 0) -> Decision:
@@ -95,9 +103,11 @@ def choose(request: RouteInput, *, rotation: int = 0) -> Decision:
 
 def _longest(hits: list[int], positions: list[int]) -> int:
     """Return the longest hit at some positions, 0 without any."""
-    if len(positions) == len(hits):
-        return max(hits, default=0)
-    return max([hits[i] for i in positions], default=0)
+    longest = 0
+    for i in positions:
+        if hits[i] > longest:
+            longest = hits[i]
+    return longest
 
 
 def compared_positions(request: RouteInput) -> list[int]:
@@ -145,10 +155,10 @@ def _by_cost(
         if home is not None:
             return home, Reason.HOME
     if not prices.in_seconds:
-        return least, Reason.UNCALIBRATED
+        return least, _UNCALIBRATED
     if longest and prices.hits[least] == longest:
-        return least, Reason.LONGEST_PREFIX
-    return least, Reason.LEAST_COST
+        return least, _LONGEST_PREFIX
+    return least, _LEAST_COST
 
 
 def _home(request: RouteInput, eligible: list[int], prices: Prices, least: float) -> int | None:

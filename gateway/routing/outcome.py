@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +24,9 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"  # the gateway gave up: shutdown
 
 
+# Members that requests ask for: to find one on its class takes 0.2 us each time.
+OK: Final = Outcome.OK
+
 # A deadline is no verdict: a long prefill is not a dead worker, nor is a client in a hurry.
 WORKER_FAILURES = frozenset(
     {Outcome.CONNECT_FAILED, Outcome.UPSTREAM_RESET, Outcome.UPSTREAM_ERROR, Outcome.TRUNCATED}
@@ -32,13 +34,20 @@ WORKER_FAILURES = frozenset(
 WORKER_ANSWERS = frozenset({Outcome.OK, Outcome.REJECTED})
 
 
-@dataclass(slots=True)
 class Usage:
     """Token counts as the worker reported them; None where it did not."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
+    __slots__ = ("cached_tokens", "completion_tokens", "prompt_tokens")
+
+    def __init__(
+        self,
+        prompt_tokens: int | None = None,
+        completion_tokens: int | None = None,
+        cached_tokens: int | None = None,
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = completion_tokens
+        self.cached_tokens = cached_tokens
 
 
 def is_comparable(body: Mapping[str, Any]) -> bool:

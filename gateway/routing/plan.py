@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from gateway.routing.affinity import AffinityKey, affinity_key
 from gateway.routing.bodies import KnownBody
 from gateway.routing.outcome import is_comparable
-from gateway.routing.pool import Pool
-from gateway.routing.rollout import Rule
-from gateway.routing.routes import Route
 from prefix_index.blocks import BlockHash, usable_blocks
-from prefix_index.draft import Prompt
+
+if TYPE_CHECKING:
+    from gateway.routing.pool import Pool
+    from gateway.routing.rollout import Rule
+    from gateway.routing.routes import Route
+    from prefix_index.draft import Prompt
 
 
 @dataclass(slots=True)
@@ -57,7 +59,6 @@ class Inbound:
         return salt if isinstance(salt, str) else ""
 
 
-@dataclass(slots=True)
 class Plan:
     """A request as read.
 
@@ -79,23 +80,40 @@ class Plan:
         queued_s: How long it did.
     """
 
-    pool: Pool
-    inbound: Inbound
-    num_tokens: int
-    prompt: Prompt | None = None
-    hashes: Sequence[BlockHash] | None = None
-    unread: str = ""
-    text_chain: Sequence[bytes] = ()
-    is_behind: bool = False
-    attempts: int = 0
-    adapter: str = ""
-    route: Route | None = None
-    rule: Rule | None = None
-    queued: bool = False
-    queued_s: float = 0.0
-    _key: AffinityKey | None = field(default=None, repr=False)
-    _is_comparable: bool | None = field(default=None, repr=False)
-    _on_settled: list[Callable[[], None]] | None = field(default=None, repr=False)
+    __slots__ = (
+        *("_is_comparable", "_key", "_on_settled", "adapter", "attempts", "hashes", "inbound"),
+        *("is_behind", "num_tokens", "pool", "prompt", "queued", "queued_s", "route", "rule"),
+        *("text_chain", "unread"),
+    )
+
+    def __init__(
+        self,
+        pool: Pool,
+        inbound: Inbound,
+        num_tokens: int,
+        prompt: Prompt | None = None,
+        hashes: Sequence[BlockHash] | None = None,
+        *,
+        unread: str = "",
+        adapter: str = "",
+    ) -> None:
+        self.pool = pool
+        self.inbound = inbound
+        self.num_tokens = num_tokens
+        self.prompt = prompt
+        self.hashes = hashes
+        self.unread = unread
+        self.adapter = adapter
+        self.text_chain: Sequence[bytes] = ()
+        self.is_behind = False
+        self.attempts = 0
+        self.route: Route | None = None
+        self.rule: Rule | None = None
+        self.queued = False
+        self.queued_s = 0.0
+        self._key: AffinityKey | None = None
+        self._is_comparable: bool | None = None
+        self._on_settled: list[Callable[[], None]] | None = None
 
     @property
     def tokens(self) -> Literal["exact", "estimated"]:

@@ -7,6 +7,7 @@ nor tied with it (``tests/gateway/test_prices.py``).
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from gateway.routing.cost import (
@@ -158,21 +159,21 @@ class Prices:
             By hit tokens: ``least_s``, the uncached tokens, and these times their mean depth.
         """
         request, held = self._request, set(self.hits)
-        prompt_tokens, sources = request.prompt_tokens, request.sources
-        uncached = {hit: max(1, prompt_tokens - hit) for hit in held}
-        depths = {hit: u * (prompt_tokens - u / 2) for hit, u in uncached.items()}
+        candidates, prompt_tokens = request.candidates, request.prompt_tokens
         pulling: list[Candidate] = []
-        if sources:
-            pulling = [c for i in positions if (c := request.candidates[i]).can_pull]
-        if len(held) == 1 and not pulling:  # hit tokens tell nobody apart
-            return {hit: (0.0, 0.0, uncached[hit], depths[hit]) for hit in held}
-        # None is missing: these are prices in seconds.
-        models = [model for i in positions if (model := request.candidates[i].model) is not None]
-        token_s = min([model.token_s for model in models])
-        attention_s = min([model.attention_s for model in models])
-        least = {hit: token_s * uncached[hit] + attention_s * depths[hit] for hit in held}
+        if request.sources:
+            pulling = [c for i in positions if (c := candidates[i]).can_pull]
+        token_s = attention_s = 0.0
+        if len(held) > 1 or pulling:  # else hit tokens tell nobody apart
+            token_s, attention_s = _quickest(candidates, positions)
+        bounds: dict[int, tuple[float, float, int, float]] = {}
+        for hit in held:
+            uncached = prompt_tokens - hit if prompt_tokens > hit else 1
+            depth = uncached * (prompt_tokens - uncached / 2)
+            least = token_s * uncached + attention_s * depth
+            bounds[hit] = least, least, uncached, depth
         if not pulling:
-            return {hit: (least[hit], least[hit], uncached[hit], depths[hit]) for hit in held}
+            return bounds
 
         def least_prefill_s(hit: int) -> float:
             left = max(1, prompt_tokens - hit)
@@ -181,6 +182,16 @@ class Prices:
         measured = [rate for c in pulling for rate in c.pull_rates.values()]
         rate = max(PULL_START / token_s, *measured, 0.0)
         return {
-            hit: (*least_s(least_prefill_s, hit, sources, rate), uncached[hit], depths[hit])
-            for hit in held
+            hit: (*least_s(least_prefill_s, hit, request.sources, rate), uncached, depth)
+            for hit, (_, _, uncached, depth) in bounds.items()
         }
+
+
+def _quickest(candidates: list[Candidate], positions: Sequence[int]) -> tuple[float, float]:
+    """Return the least prefill constants of some candidates."""
+    token_s = attention_s = inf
+    for i in positions:
+        model = candidates[i].model
+        if model is not None:  # none is missing: these are prices in seconds
+            token_s, attention_s = min(token_s, model.token_s), min(attention_s, model.attention_s)
+    return token_s, attention_s

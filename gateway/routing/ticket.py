@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from gateway.routing.active import common_until
 from gateway.routing.feedback import correct_index, learn_failed_pull, learn_transfer
 from gateway.routing.outcome import (
+    OK,
     WORKER_ANSWERS,
     WORKER_FAILURES,
     Outcome,
@@ -120,7 +121,8 @@ class Ticket:
             self.ttft_s = now_s - self._charge.charged_s
         books = self.worker.books
         books.first_token(self._charge, now_s)
-        self._decode_start = (*self._running(), books.prefilled_s)
+        context_tokens, num_running = self._running()
+        self._decode_start = (context_tokens, num_running, books.prefilled_s)
         self._end_leads()
         self.worker.health.alive(now_s)
         self._touch()
@@ -135,10 +137,10 @@ class Ticket:
         if self.outcome is not None:
             return
         now_s = self._clock()
-        if outcome is Outcome.OK:
+        if outcome is OK:
             self.first_token()
         self.outcome = outcome
-        if outcome is Outcome.OK and usage is not None:
+        if outcome is OK and usage is not None:
             self._observe(now_s, usage)
         self.worker.books.finish(self._charge)
         self._end_leads()
@@ -203,7 +205,7 @@ class Ticket:
         if self._finished is None:
             return
         finished_s, usage = self._finished
-        if self.outcome is Outcome.OK and usage is not None:
+        if self.outcome is OK and usage is not None:
             self._observe_prompt(finished_s, usage)
         if self._on_finish is not None:
             self._on_finish(plan, self)
