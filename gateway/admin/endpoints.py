@@ -21,13 +21,13 @@ from gateway.admin.worker_cache import cache_of, selftest_of
 from gateway.errors import (
     Forbidden,
     GatewayError,
-    ModelNotFound,
     NotFound,
     Unauthorized,
     WorkerFailed,
 )
 from gateway.protocols.anthropic import is_messages, to_chat
 from gateway.proxy.body import parse_body, read_body
+from gateway.proxy.forward import target_of
 from gateway.proxy.headers import request_id_from
 from gateway.proxy.responses import error_response, json_response
 from gateway.proxy.rewrite import Rewrite
@@ -297,9 +297,7 @@ class Admin:
 
     async def _planned(self, inbound: Inbound, body: bytes) -> Rewrite:
         """Plan a request for the pool where it would go, as the proxy does."""
-        target = self._dispatcher.target(inbound)
-        if target is None:
-            raise ModelNotFound(f"The model {inbound.model!r} does not exist.", param="model")
+        target = target_of(self._dispatcher, inbound)
         rewrite = await self._planned_in(target.pool, inbound, body)
         other = self._dispatcher.redirected(rewrite.plan, target)
         if other.pool is not target.pool:

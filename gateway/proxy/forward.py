@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gateway.errors import ModelNotFound
+from gateway.errors import InvalidRequest, ModelNotFound
 from gateway.proxy.deadline import HEADER, deadline_of
 from gateway.proxy.headers import to_worker
 from gateway.proxy.retry import RetryBudget
 from gateway.proxy.sending import Form, Sending
 from gateway.routing.explain import index_age_s
+from gateway.routing.routes import named_pool
 from gateway.tracing import without_context
 
 if TYPE_CHECKING:
@@ -89,12 +90,7 @@ class Proxy:
         timeout = exchange.headers.get(HEADER)
         if timeout is not None:
             inbound.deadline_s = deadline_of(timeout, started_s, self.clock())
-        target = self.dispatcher.target(inbound)
-        if target is None:
-            raise ModelNotFound(
-                f"The model {inbound.model!r} does not exist; GET /v1/models lists those that do.",
-                param="model",
-            )
+        target = target_of(self.dispatcher, inbound)
         record.pool = target.pool.name
         head, trace = exchange.head, exchange.trace
         if trace is not None:
@@ -157,3 +153,27 @@ class Proxy:
         # A reload of the configuration may have changed it.
         budget.ratio = ratio
         return budget
+
+
+def target_of(dispatcher: Dispatcher, inbound: Inbound) -> Target:
+    """Return where a request goes before its prompt is read.
+
+    Raises:
+        ModelNotFound: If nobody serves its model.
+        InvalidRequest: If it asks for a pool that is not open to it.
+    """
+    target = dispatcher.target(inbound)
+    if target is None:
+        raise ModelNotFound(
+            f"The model {inbound.model!r} does not exist; GET /v1/models lists those that do.",
+            param="model",
+        )
+    named = named_pool(inbound.body)
+    if named is not None and target.pool.name != named:
+        pools = [pool.name for pool in dispatcher.routes.open_to_clients(inbound.model)]
+        if named not in pools:
+            raise InvalidRequest(
+                f"'warmlane.pool' must be one of {inbound.model!r}'s pools: {', '.join(pools)}.",
+                param="warmlane.pool",
+            )
+    return target

@@ -1,13 +1,14 @@
 """Which pool a request goes to: by its model, by configured routes, by weight, by what it holds.
 
 The first route that matches counts. Routes that ask for a prompt's length or its known reuse can be
-judged only once the prompt is read, in the pool where the request would go otherwise.
+judged only once the prompt is read, in the pool where the request would go otherwise. Where no
+route decides, the client may name the pool (``warmlane.pool`` in the body).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gateway.routing.affinity import affinity_key
 from gateway.routing.pool import Pool
@@ -95,6 +96,7 @@ class Routes:
         self._pools = tuple(pools)
         self._routes = tuple(routes)
         self._seed = seed
+        self._reserved = {route.pool for route in routes}
         names = dict.fromkeys(name for pool in pools for name in (*pool.models, *pool.aliases))
         self._by_name: dict[str, tuple[Pool, ...]] = {
             name: _sharing([pool for pool in pools if pool.serves(name)]) for name in names
@@ -113,8 +115,9 @@ class Routes:
 
     def target(self, inbound: Inbound) -> Target | None:
         """Return where a request goes; None if nobody serves its model."""
+        named = named_pool(inbound.body)
         plain = self._plain.get(inbound.model)
-        if plain is not None:
+        if plain is not None and named is None:
             return plain
         sharing = self._sharing(inbound.model)
         if not sharing:
@@ -125,7 +128,23 @@ class Routes:
                 if not route.is_by_class:
                     return Target(route.pool, route, tuple(by_class))
                 by_class.append(route)
+        for pool in () if named is None else self.open_to_clients(inbound.model):
+            if pool.name == named:
+                return Target(pool, None, tuple(by_class))
         return Target(self._drawn(inbound, sharing), None, tuple(by_class))
+
+    def open_to_clients(self, name: str) -> tuple[Pool, ...]:
+        """Return the pools that a client may ask for by name, of those that serve a model.
+
+        All that share its traffic, and others unless routes lead there: what an operator keeps for
+        one tenant is no other's choice.
+        """
+        sharing = self._sharing(name)
+        return tuple(
+            pool
+            for pool in self._pools
+            if pool in sharing or (pool.serves(name) and pool not in self._reserved)
+        )
 
     def by_class(self, plan: Plan, target: Target) -> Target:
         """Return where a request goes now that its prompt is read in ``target``'s pool."""
@@ -159,6 +178,12 @@ class Routes:
             if at < 0:
                 return pool
         return sharing[-1]
+
+
+def named_pool(body: Mapping[str, Any]) -> object:
+    """Return the pool that a request's body asks for; None = it does not."""
+    ours = body.get("warmlane")
+    return ours.get("pool") if isinstance(ours, dict) else None
 
 
 def _sharing(serving: Sequence[Pool]) -> tuple[Pool, ...]:

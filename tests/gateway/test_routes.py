@@ -270,3 +270,32 @@ def test_a_served_model_always_has_a_pool_that_serves_it(
         assert target is not None
         assert target.pool.serves(model)
     assert routes.target(request("x")) is None
+
+
+def wishing(wished: object, model: str = "m", *, tenant: str = "") -> Inbound:
+    inbound = request(model, tenant=tenant)
+    inbound.body["warmlane"] = {"pool": wished}  # type: ignore[index]
+    return inbound
+
+
+def test_a_client_may_name_a_pool_that_serves_its_model() -> None:
+    a, b, other = pool("a"), pool("b"), pool("other", "n")
+    routes = Routes([a, b, other])
+
+    assert [name_of(routes.target(wishing(name))) for name in ("a", "b")] == ["a", "b"]
+    # What cannot be had changes nothing here; the proxy refuses it.
+    for nothing in ("other", "x", "", 5, ["b"], None):
+        assert name_of(routes.target(wishing(nothing))) == "a"
+    assert name_of(routes.target(wishing("a", "x"))) is None
+
+
+def test_no_client_gets_into_a_pool_that_a_route_keeps_for_others() -> None:
+    a, gold, canary = pool("a", "m"), pool("gold", "m"), pool("canary", "m")
+    a.weight, canary.weight = 1, 1
+    routes = Routes([a, gold, canary], [Route(gold, tenant="gold"), Route(canary, tenant="beta")])
+
+    assert routes.open_to_clients("m") == (a, canary)
+    assert name_of(routes.target(wishing("gold", tenant="free"))) in ("a", "canary")
+    assert name_of(routes.target(wishing("canary", tenant="free"))) == "canary"
+    # And what a route decides no client changes.
+    assert name_of(routes.target(wishing("a", tenant="gold"))) == "gold"

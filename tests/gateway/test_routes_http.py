@@ -285,3 +285,19 @@ async def test_an_answer_that_is_not_streamed_lets_others_go_at_its_end() -> Non
         engine.scripts.append(answer(b"{}"))
         go.set()
         assert (await second)[0] == 200
+
+
+@pytest.mark.parametrize("wished", ["c", "", 5, ["b"]])
+async def test_a_pool_that_cannot_be_had_is_refused_with_those_that_can(wished: object) -> None:
+    async with openai_engine() as one, openai_engine() as two:
+        a, b = pool_of("a", one.url), pool_of("b", two.url)
+        async with gateway(pools=[a, b]) as gw:
+            status, text, _ = await gw.post(body=chat("hi") | {"warmlane": {"pool": wished}})
+            served, _, _ = await gw.post(body=chat("hi") | {"warmlane": {"pool": "b"}})
+
+    error = json.loads(text)["error"]
+    assert (status, error["param"], served) == (400, "warmlane.pool", 200)
+    assert "a, b" in error["message"]
+    assert one.seen == []
+    # Engines are never told of it.
+    assert [seen.json() for seen in two.seen] == [chat("hi")]
