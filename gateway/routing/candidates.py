@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gateway.routing.choose import RouteInput
 from gateway.routing.cost import EVICTION_FILL, MEMORY_FILL, OUTPUT_ALLOWANCE_TOKENS, Candidate
-from gateway.routing.prices import all_hits
 from gateway.routing.sources import can_pull, find_sources, reaches
 from prefix_index.blocks import usable_blocks
 from prefix_index.view_hits import Hit, Match
@@ -24,18 +23,18 @@ if TYPE_CHECKING:
 
 # Older news of the other gateways' load than this sends them all to the same idle worker. Fresher
 # than this, sampling costs 7 to 10 % of TTFT.
-MAX_LOAD_AGE_S = 0.150
+MAX_LOAD_AGE_S: Final = 0.150
 # Share of the workers that are drawn at random while the load view is old.
-DRAWN_SHARE = 3
+DRAWN_SHARE: Final = 3
 # A third of the time of ``copy.copy``; msgspec's stubs do not know it.
-_copy: Callable[[Candidate], Candidate] = Candidate.__copy__  # type: ignore[attr-defined]
+_copy: Final[Callable[[Candidate], Candidate]] = Candidate.__copy__  # type: ignore[attr-defined]
 # Factor on the cost of a worker that is let back in since too many are out: it is tried when those
 # that are well have queues, and not before.
-READMITTED_BIAS = 8.0
+READMITTED_BIAS: Final = 8.0
 # Members of a body that bound its answer.
-_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 # A worker that is out for one of these reasons is used when nobody else is left.
-_PANIC = ("not_ready", "ejected")
+_PANIC: Final = ("not_ready", "ejected")
 
 
 def route_input(
@@ -196,8 +195,9 @@ def _in_whole_blocks(hits: dict[str, Hit], pool: Pool) -> dict[str, Hit]:
     cut: dict[str, Hit] = {}
     for worker_id, hit in hits.items():
         worker = pool.workers.get(worker_id)
-        if worker is not None and worker.block_size not in (None, pool.block_size):
-            cut[worker_id] = _cut(hit, worker.block_size)
+        block_size = None if worker is None else worker.block_size
+        if block_size is not None and block_size != pool.block_size:
+            cut[worker_id] = _cut(hit, block_size)
     return {**hits, **cut} if cut else hits
 
 
@@ -221,7 +221,11 @@ def _whole(tokens: int, pool: Pool, worker_id: str) -> int:
 
 def _is_held(candidates: list[Candidate], hits: Mapping[str, Hit], prompt_tokens: int) -> bool:
     """Whether anybody holds a quarter of the prompt."""
-    return bool(hits) and 4 * max(all_hits(candidates, credited=False)) >= prompt_tokens
+    if hits:
+        for c in candidates:
+            if 4 * (c.hit_gpu + c.hit_cpu + c.hit_disk + c.hit_remote) >= prompt_tokens:
+                return True
+    return False
 
 
 def _take_sources(request: RouteInput, pool: Pool, hits: Mapping[str, Hit]) -> None:

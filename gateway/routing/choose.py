@@ -32,15 +32,15 @@ __all__ = [
 ]
 
 # A home wins against a candidate that is cheaper by no more than this. Wider ties cost TTFT.
-NEAR_RATIO = 0.10
-NEAR_S = 0.020
+NEAR_RATIO: Final = 0.10
+NEAR_S: Final = 0.020
 # A sibling accepts this share of the prefill it saves the fleet as a dearer worker, so that a
 # burst of one cold document is prefilled once or twice instead of everywhere.
-SIBLING_SHARE = 0.5
+SIBLING_SHARE: Final = 0.5
 # How many requests a worker of unknown speed takes because of a sibling.
-MAX_UNCALIBRATED_SIBLINGS = 10
+MAX_UNCALIBRATED_SIBLINGS: Final = 10
 # Bounded load: no worker takes more than this multiple of the mean requests in flight by its hash.
-LOAD_FACTOR = 1.25
+LOAD_FACTOR: Final = 1.25
 
 
 # Reasons of most choices: to find one on its class takes 0.2 us each time.

@@ -10,6 +10,7 @@ Source: the routing simulation behind the design, section 5 ("ours*").
 from __future__ import annotations
 
 from math import exp2
+from typing import Final
 
 from gateway.routing.numbers import (
     MAX_BATCHED_TOKENS,
@@ -31,19 +32,19 @@ __all__ = [
 
 # Share of the own prefill that each running decode loses to it. Worth 6 points of goodput; x0.2 to
 # x4 is flat.
-DECODE_INTERFERENCE = 0.05
+DECODE_INTERFERENCE: Final = 0.05
 # Weight of the own decode speed on a busy worker: a safety net, x0.3 to x3 is flat.
-OWN_DECODE = 0.1
+OWN_DECODE: Final = 0.1
 # Fill above which a request will wait for KV memory. Weight 1: x10 makes it 5 times worse.
-MEMORY_FILL = 0.98
+MEMORY_FILL: Final = 0.98
 # Fill above which the engine evicts cached blocks to make room.
-EVICTION_FILL = 0.97
+EVICTION_FILL: Final = 0.97
 # Tokens of KV that a completion is assumed to take, where its request allows so many.
-OUTPUT_ALLOWANCE_TOKENS = 200
+OUTPUT_ALLOWANCE_TOKENS: Final = 200
 # An evicted block is less likely to be asked for again the older it is. Flat from 60 to 1500 s.
-HALF_LIFE_S = 300.0
+HALF_LIFE_S: Final = 300.0
 # Share of a restore that still counts when it overlaps with the queue.
-RESTORE_OVERLAP = 0.3
+RESTORE_OVERLAP: Final = 0.3
 
 
 def prefill_s(model: CostModel, uncached_tokens: int, prompt_tokens: int) -> float:

@@ -7,7 +7,7 @@ of some 512 tokens, and forgets entries lazily when the index says that they are
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from prefix_index.blocks import BlockHash
 
 # Tokens between two mirrored blocks: the granularity the eviction term was simulated at.
-GRAIN_TOKENS = 512
+GRAIN_TOKENS: Final = 512
 # How long the oldest block is believed to be still there: nothing against how its worth fades.
-CHECK_S = 0.25
+CHECK_S: Final = 0.25
 # A prompt that was touched so shortly before is as recent as it will be.
-FRESH_S = 0.5
+FRESH_S: Final = 0.5
 # Bound for workers whose capacity is unknown or whose index is never asked: 33M tokens.
-MAX_ENTRIES = 65_536
+MAX_ENTRIES: Final = 65_536
 
 
 class LruMirror:

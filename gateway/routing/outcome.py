@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import Any, Final
 
 
 class Outcome(StrEnum):
@@ -34,10 +32,14 @@ WORKER_FAILURES = frozenset(
 WORKER_ANSWERS = frozenset({Outcome.OK, Outcome.REJECTED})
 
 
+# Its constructor is written out, since one that a dataclass makes itself is not compiled.
+@dataclass(slots=True, init=False)
 class Usage:
     """Token counts as the worker reported them; None where it did not."""
 
-    __slots__ = ("cached_tokens", "completion_tokens", "prompt_tokens")
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    cached_tokens: int | None
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class Usage:
         self.cached_tokens = cached_tokens
 
 
-def is_comparable(body: Mapping[str, Any]) -> bool:
+def is_comparable(body: dict[str, Any]) -> bool:
     """Whether the reported token counts are those of one prompt and one completion.
 
     Of several prompts only the first is read but all are counted, several choices are counted

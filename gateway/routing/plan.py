@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from prefix_index.draft import Prompt
 
 
-@dataclass(slots=True)
+Surface = Literal["chat", "completions", "text", "none"]
+
+
+# Its constructor is written out, since one that a dataclass makes itself is not compiled.
+@dataclass(slots=True, init=False)
 class Inbound:
     """A client's request, as far as routing reads it.
 
@@ -38,17 +42,43 @@ class Inbound:
         is_fixed: Whether it goes on as it came, since ``body`` only stands for it.
     """
 
-    surface: Literal["chat", "completions", "text", "none"]
+    surface: Surface
     body: dict[str, Any]
     headers: Mapping[str, str]
     model: str
-    tenant: str = ""
-    request_id: str = ""
-    known: KnownBody | None = None
-    salt: str | None = None
-    deadline_s: float | None = None
-    pinned: str = ""
-    is_fixed: bool = False
+    tenant: str
+    request_id: str
+    known: KnownBody | None
+    salt: str | None
+    deadline_s: float | None
+    pinned: str
+    is_fixed: bool
+
+    def __init__(
+        self,
+        surface: Surface,
+        body: dict[str, Any],
+        headers: Mapping[str, str],
+        model: str,
+        tenant: str = "",
+        request_id: str = "",
+        known: KnownBody | None = None,
+        salt: str | None = None,
+        deadline_s: float | None = None,
+        pinned: str = "",
+        is_fixed: bool = False,
+    ) -> None:
+        self.surface = surface
+        self.body = body
+        self.headers = headers
+        self.model = model
+        self.tenant = tenant
+        self.request_id = request_id
+        self.known = known
+        self.salt = salt
+        self.deadline_s = deadline_s
+        self.pinned = pinned
+        self.is_fixed = is_fixed
 
     @property
     def cache_salt(self) -> str:

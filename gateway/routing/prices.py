@@ -8,7 +8,7 @@ nor tied with it (``tests/gateway/test_prices.py``).
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gateway.routing.cost import (
     DECODE_INTERFERENCE,
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from gateway.routing.decision import RouteInput
 
 # Two costs closer than this are the same number computed in another order.
-TIE = 1e-12
+TIE: Final = 1e-12
 # A bound sums in another order than the price: it must exceed the best by more than their rounding.
-ROUNDING = 1e-9
+ROUNDING: Final = 1e-9
 
 
 def all_hits(candidates: list[Candidate], *, credited: bool) -> list[int]:
@@ -82,9 +82,9 @@ class Prices:
         else:
             request, hits = self._request, self.hits
             candidates, prompt_tokens = request.candidates, request.prompt_tokens
-            costs = [(i, token_requests(candidates[i], prompt_tokens, hits[i])) for i in positions]
-        limit = min([cost for _, cost in costs]) + TIE
-        return [i for i, cost in costs if cost <= limit]
+            costs = {i: token_requests(candidates[i], prompt_tokens, hits[i]) for i in positions}
+        limit = min(costs.values()) + TIE
+        return sorted([i for i, cost in costs.items() if cost <= limit])
 
     def _price(self, position: int) -> Estimate:
         r = self._request
@@ -99,8 +99,8 @@ class Prices:
             return with_sources(own, c, model, r.now_s, r.prompt_tokens, r.output_tokens, r.sources)
         return own
 
-    def _contenders(self, positions: Sequence[int]) -> list[tuple[int, float]]:
-        """Return (position, cost) of all that may be the least; the longest prefix goes first."""
+    def _contenders(self, positions: Sequence[int]) -> dict[int, float]:
+        """Return position -> cost of all that may be the least; the longest prefix goes first."""
         request, hits = self._request, self.hits
         candidates, now_s = request.candidates, request.now_s
         sources, allowance_tokens = request.sources, request.allowance_tokens
@@ -114,14 +114,14 @@ class Prices:
         limit = best + ROUNDING * (1.0 + best)
         costs = {first: best}
         bounds = self._bounds(positions)
-        # Most often this leaves the holders of a prefix alone.
-        open_hits = {hit for hit, bound in bounds.items() if bound[0] <= limit}
-        for i in [i for i in positions if hits[i] in open_hits]:
-            hit = hits[i]
-            floor, prefill, uncached, depth = bounds[hit]
+        for i in positions:
+            floor, prefill, uncached, depth = bounds[hits[i]]
+            # Most often this leaves the holders of a prefix alone.
+            if floor > limit:
+                continue
             c = candidates[i]
             model = c.model
-            if floor > limit or model is None:
+            if model is None:
                 continue
             if not (sources and c.can_pull):
                 floor = prefill = model.token_s * uncached + model.attention_s * depth
@@ -150,7 +150,7 @@ class Prices:
             if cost < best:
                 best = cost
                 limit = best + ROUNDING * (1.0 + best)
-        return sorted(costs.items())
+        return costs
 
     def _bounds(self, positions: Sequence[int]) -> dict[int, tuple[float, float, int, float]]:
         """Bound the price of any candidate by its hit tokens alone.

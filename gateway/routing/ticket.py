@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gateway.routing.active import common_until
 from gateway.routing.feedback import correct_index, learn_failed_pull, learn_transfer
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "Ticket", "Usage"]
 
 # Share of a decode's time that other requests' prefills may take for its gaps to be believed.
-MAX_PREFILL_SHARE = 0.2
+MAX_PREFILL_SHARE: Final = 0.2
 # Cached tokens beyond the predicted ones that cannot be an unaligned end.
-SURPRISE_TOKENS = 64
+SURPRISE_TOKENS: Final = 64
 
 
 class Ticket:
