@@ -6,6 +6,7 @@ The packages never import each other; this module imports none of them until one
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import sys
 
 OWNERS = {
@@ -30,12 +31,12 @@ USAGE = """usage: warmlane COMMAND [OPTIONS]
   demo       two bundled engines and the gateway, with a short real workload
   explain    say where a request would go, and why
   doctor     say what costs prefix hits; --checklist to go live, --bundle for support
-  workers    list the workers of a running gateway
+  workers    list, add, drain or remove workers of a running gateway
   warmup     make documents warm before their users come, and prove it
   replay     play a trace or a decision log on a simulated fleet, and compare policies
   config     check, show or describe the configuration
 
-`warmlane COMMAND --help` tells more.
+`warmlane COMMAND --help` tells more; `warmlane --version` prints the version.
 """
 
 
@@ -45,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         (sys.stdout if args else sys.stderr).write(USAGE)
         return 0 if args else 2
+    if args[0] in ("-V", "--version"):
+        sys.stdout.write(f"warmlane {importlib.metadata.version('warmlane')}\n")
+        return 0
     owner = OWNERS.get(args[0])
     if owner is None:
         sys.stderr.write(f"warmlane: unknown command {args[0]!r}\n\n{USAGE}")

@@ -21,12 +21,28 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 config_app = typer.Typer(no_args_is_help=True, help="Check, show or describe the configuration.")
-workers_app = typer.Typer(no_args_is_help=True, help="Look at the workers of a running gateway.")
+workers_app = typer.Typer(
+    no_args_is_help=True, help="List, add, drain or remove workers of a running gateway."
+)
 app.add_typer(config_app, name="config")
 app.add_typer(workers_app, name="workers")
 
 ConfigOption = Annotated[str | None, typer.Option("--config", "-c", help="YAML file.")]
-GatewayOption = Annotated[str, typer.Option(help="Base URL of the gateway.")]
+
+
+def _base_url(value: str) -> str:
+    """Refuse what no admin path can be put behind.
+
+    Raises:
+        typer.BadParameter: If it is no base URL; the message says what was expected.
+    """
+    base = value.rstrip("/")
+    if not base.startswith(("http://", "https://")) or base.endswith("/v1"):
+        raise typer.BadParameter(f"expected http://HOST:PORT, without /v1, got {value!r}")
+    return base
+
+
+GatewayOption = Annotated[str, typer.Option(help="Base URL of the gateway.", callback=_base_url)]
 TokenOption = Annotated[
     str | None, typer.Option(envvar="WARMLANE_ADMIN_TOKEN", help="The admin token, if one is set.")
 ]
@@ -44,7 +60,9 @@ class CommandError(Exception):
 def serve(
     config: ConfigOption = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks one.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks one.")
+    ] = None,
     worker: Annotated[
         list[str] | None, typer.Option(help="URL of a worker; may be given several times.")
     ] = None,
@@ -77,13 +95,14 @@ def serve(
 @app.command()
 def demo(
     once: Annotated[bool, typer.Option("--once", help="Stop after the table.")] = False,
-    port: Annotated[int, typer.Option(help="Port of the gateway.")] = 8080,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway.")] = 8080,
+    as_json: JsonOption = False,
 ) -> None:
     """Start two bundled engines and the gateway, send a short workload, print one table."""
     from gateway.demo import DemoError, run
 
     try:
-        raise typer.Exit(run(port=port, once=once))
+        raise typer.Exit(run(port=port, once=once, as_json=as_json))
     except DemoError as error:
         raise CommandError(str(error)) from error
 
@@ -93,8 +112,9 @@ def explain(
     file: Annotated[str, typer.Argument(help="A request body as JSON; - reads stdin.")],
     gateway: GatewayOption = DEFAULT_GATEWAY,
     token: TokenOption = None,
+    _as_json: JsonOption = False,
 ) -> None:
-    """Say where a request would go, and why, without sending it."""
+    """Say where a request would go, and why, without sending it; always as JSON."""
     from gateway.client import post_json
 
     try:
@@ -227,14 +247,14 @@ def workers_drain(
 def config_check(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Say whether the configuration can be used; errors name file and line."""
     from gateway.settings import ConfigError, load
-    from gateway.unsupported import files_not_here, unsupported
+    from gateway.unsupported import files_not_here, unsupported, variables_not_here
 
     errors: list[str] = []
     warnings: list[str] = []
     try:
         settings, _ = load(config)
         errors, warnings = unsupported(settings)
-        warnings += files_not_here(settings)
+        warnings += files_not_here(settings) + variables_not_here(settings)
     except ConfigError as error:
         errors = str(error).splitlines()
     if as_json:
@@ -263,8 +283,8 @@ def config_show(config: ConfigOption = None, as_json: JsonOption = False) -> Non
 
 
 @config_app.command("schema")
-def config_schema() -> None:
-    """Print the JSON Schema of the configuration, for editors."""
+def config_schema(_as_json: JsonOption = False) -> None:
+    """Print the JSON Schema of the configuration, for editors; always as JSON."""
     from gateway.config import Settings
 
     print(json.dumps(Settings.model_json_schema(), indent=2))

@@ -11,6 +11,7 @@ from aiohttp import web
 from gateway.config import Settings
 from gateway.proxy.server import API
 from gateway.settings import ConfigError
+from gateway.sockets import listening
 from gateway.supervisor.child import SETTINGS_PATH, WINDOWS_PATH
 from gateway.supervisor.peers import Peer, as_from_peer, relay_routes
 from gateway.supervisor.windows import pack
@@ -93,7 +94,9 @@ class Operators:
         runner = self._runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         if role is None:
-            await web.TCPSite(runner, server.host, server.admin_port, ssl_context=self._ssl).start()
+            with listening("server.admin_port", server.host, server.admin_port):
+                site = web.TCPSite(runner, server.host, server.admin_port, ssl_context=self._ssl)
+                await site.start()
             return
         with contextlib.suppress(FileNotFoundError):
             os.unlink(role.socket)  # of the process before this one

@@ -33,6 +33,8 @@ def run_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(coroutine)
+    except ConnectionError:
+        raise
     except OSError as error:
         raise ConnectionError(f"cannot listen: {error}") from error
 

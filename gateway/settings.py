@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from gateway.config import Settings
 from gateway.config.cross_checks import problems
+from gateway.config.words import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 ENV_PREFIX = "WARMLANE_"
 # The bundled runner reads its own variables under this prefix.
 OTHERS_PREFIX = "WARMLANE_RUNNER__"
+LISTS = frozenset({"pools", "routes", "tenants"})
 Location = tuple[str | int, ...]
 # Up to the last @ before the path: passwords hold any character.
 _USERINFO = re.compile(r"://[^/?#]*@")
@@ -50,7 +52,7 @@ class Layered:
         for length in range(len(location), 0, -1):
             if (found := self.sources.get(location[:length])) is not None:
                 return found
-        return self.sources.get((), "defaults")
+        return self.sources.get((), "no --config FILE")
 
 
 def load(
@@ -144,21 +146,34 @@ def _read_yaml(path: str) -> tuple[dict[str, Any], dict[Location, str]]:
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot read the configuration: {error}") from error
+        why = getattr(error, "strerror", None) or "expected text in UTF-8"
+        raise ConfigError(f"{path}: cannot read the configuration: {why}") from error
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {error}".replace("\n", " ")) from error
+        raise ConfigError(f"{path}{_yaml_problem(error)}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
     if values is None:
         return {}, {(): path}
     if not isinstance(values, dict):
         raise ConfigError(f"{path}:1: expected a mapping of sections, got {type(values).__name__}")
     sources: dict[Location, str] = {}
-    _lines(node, (), path, sources)
+    try:
+        _lines(node, (), path, sources)
+    except RecursionError:
+        raise ConfigError(f"{path}: an alias (*) stands inside its own anchor (&)") from None
     return values, sources
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    """Say on which line a file is no YAML, and why."""
+    mark = getattr(error, "problem_mark", None)
+    line = f":{mark.line + 1}" if mark else ""
+    what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+    indented = "; YAML is indented by spaces, not by tabs" if "'\\t'" in what else ""
+    return f"{line}: not valid YAML: {what}{indented}"
 
 
 def _lines(node: yaml.Node | None, at: Location, path: str, out: dict[Location, str]) -> None:
@@ -168,6 +183,11 @@ def _lines(node: yaml.Node | None, at: Location, path: str, out: dict[Location, 
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
+            if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+                raise ConfigError(
+                    f"{path}:{key.start_mark.line + 1}: {key.value}: expected text as a key; put "
+                    "it into quotes"
+                )
             if key.value in seen:
                 raise ConfigError(f"{path}:{key.start_mark.line + 1}: {key.value}: stands twice")
             seen.add(key.value)
@@ -179,13 +199,21 @@ def _lines(node: yaml.Node | None, at: Location, path: str, out: dict[Location, 
 
 
 def _read_environ(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[Location, str]]:
-    """Take ``WARMLANE_SECTION__KEY`` variables; values are read as YAML."""
+    """Take ``WARMLANE_SECTION__KEY`` and ``WARMLANE_SECTION`` variables; values are YAML."""
     values: dict[str, Any] = {}
     sources: dict[Location, str] = {}
     for name in sorted(environ):
-        if not name.startswith(ENV_PREFIX) or "__" not in name or name.startswith(OTHERS_PREFIX):
+        if not name.startswith(ENV_PREFIX) or name.startswith(OTHERS_PREFIX):
             continue
         location: Location = tuple(name[len(ENV_PREFIX) :].lower().split("__"))
+        # Others have no __ either: WARMLANE_ADMIN_TOKEN, and what Kubernetes says of a Service.
+        if len(location) == 1 and location[0] not in Settings.model_fields:
+            continue
+        if location[0] in LISTS and len(location) > 1:
+            raise ConfigError(
+                f"environment variable {name}: {location[0]}: is a list, which a variable says as "
+                f"a whole: {ENV_PREFIX}{location[0].upper()}='[{{...}}]'"
+            )
         try:
             value = yaml.safe_load(environ[name])
         except yaml.YAMLError:
@@ -217,27 +245,17 @@ def _explain(error: ValidationError, layered: Layered) -> str:
         # A bad item also makes its list "too short"; only the deepest problem helps.
         if any(p["loc"][: len(problem["loc"])] == problem["loc"] != p["loc"] for p in problems):
             continue
-        if problem["type"] == "extra_forbidden":
-            text = f"unknown key {location[-1]!r}"
-        elif problem["type"] == "missing":
-            text = "is required"
-        elif problem["type"] == "too_short":
-            text = f"expected {problem['ctx']['min_length']} at least"
-        elif problem["type"] == "union_tag_not_found":
-            text = "needs a type"
-        elif problem["type"] == "union_tag_invalid":
-            text = f"type: expected one of {problem['ctx']['expected_tags']}"
-        else:
-            text = problem["msg"].removeprefix("Value error, ")
-        lines.append(_problem(layered, location, text))
+        lines.append(_problem(layered, location, in_words(problem)))
     return "\n".join(dict.fromkeys(lines))
 
 
 def _written(location: Location, values: Any) -> Location:
     """Return a location as it stands in the file: without the ``type`` that chose its section."""
     at: list[str | int] = []
+    is_chosen = False
     for part in location:
-        if isinstance(values, dict) and part == values.get("type") and part not in values:
+        if isinstance(values, dict) and part == values.get("type") and not is_chosen:
+            is_chosen = True
             continue
         at.append(part)
         try:

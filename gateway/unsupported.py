@@ -3,11 +3,12 @@
 A feature that protects somebody, or without which nothing would be served, is an error when it is
 asked for; one whose absence only costs speed is a warning.
 
-And which files that a configuration names are not on this machine.
+And which files and variables that a configuration names are not on this machine.
 """
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,6 +60,20 @@ def files_not_here(settings: Settings) -> list[str]:
         f"{key}: no file {path} on this machine, without which the gateway does not start"
         for key, path in named.items()
         if path is not None and not Path(path).is_file()
+    ]
+
+
+def variables_not_here(settings: Settings) -> list[str]:
+    """Return a warning for each variable without which the gateway would not start here."""
+    named = {"server.access.admin_token_env": settings.server.access.admin_token_env}
+    if any(tenant.isolate_cache for tenant in settings.tenants):
+        named["security.salt_secret_env"] = settings.security.salt_secret_env
+    named |= {f"pools[{pool.name}].api_key_env": pool.api_key_env for pool in settings.pools}
+    named |= {f"tenants[{tenant.name}].key_env": tenant.key_env for tenant in settings.tenants}
+    return [
+        f"{key}: no variable {name} here, without which the gateway does not start"
+        for key, name in named.items()
+        if name is not None and not os.environ.get(name)
     ]
 
 

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from gateway.allowed import AllowedHosts, HostRefusedError
 from gateway.config import WorkerConfig
+from gateway.config.words import in_words
 from gateway.errors import Forbidden, InvalidRequest, NotFound
 from gateway.proxy.body import parse_json, read_body
 from gateway.settings import ConfigError
@@ -69,6 +70,7 @@ class Registration:
         pool = self._pool(document)
         config = _worker(document)
         await self._judge(pool, config)
+        self._refuse_twice(config)
         try:
             workers = self._fleet.add(pool.name, config, by=BY)
         except (ValueError, ConfigError) as error:
@@ -85,6 +87,16 @@ class Registration:
         if not self._fleet.remove(worker_id):
             raise NotFound(f"No worker has the id {worker_id!r}; GET /admin/v1/workers lists them.")
         log.info("worker_removed", worker=worker_id)
+
+    def _refuse_twice(self, config: WorkerConfig) -> None:
+        """Refuse an address that is a worker already: its blocks and its load would count twice."""
+        there = (w for pool in self._fleet.pools for w in pool.workers.values())
+        if other := next((w for w in there if w.url == config.url), None):
+            raise InvalidRequest(
+                f"Worker {other.id!r} is at {config.url!r} already.",
+                param="url",
+                code="worker_not_added",
+            )
 
     def _pool(self, document: dict[str, Any]) -> PoolConfig:
         pools = self._pools()
@@ -126,10 +138,11 @@ def _worker(document: dict[str, Any]) -> WorkerConfig:
     except (ValidationError, ValueError) as error:
         if not isinstance(error, ValidationError):
             raise InvalidRequest("url: expected http://HOST[:PORT].", param="url") from error
-        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        problem = error.errors(include_url=False)[0]
         name = ".".join(str(part) for part in problem["loc"])
-        text = problem["msg"].removeprefix("Value error, ")
-        raise InvalidRequest(f"{name}: {text}.", param=name or None) from error
+        raise InvalidRequest(
+            f"{name}: {in_words(problem, WorkerConfig)}.", param=name or None
+        ) from error
 
 
 def _addresses(config: WorkerConfig) -> Iterator[tuple[str, int]]:

@@ -20,6 +20,7 @@ UNSALTED_ENGINES = frozenset({"openai"})
 
 def problems(settings: Settings) -> Iterator[Problem]:
     """Yield (location, what is wrong) of everything that does not go together."""
+    yield from _ports(settings)
     yield from _sharing(settings)
     yield from _shared_names(settings)
     yield from _fallbacks(settings)
@@ -35,6 +36,15 @@ def problems(settings: Settings) -> Iterator[Problem]:
 def names_of(pool: PoolConfig) -> set[str]:
     """Return all names clients may ask a pool for."""
     return {*pool.models, *pool.aliases}
+
+
+def _ports(settings: Settings) -> Iterator[Problem]:
+    server = settings.server
+    if server.port and server.admin_port == server.port:
+        yield (
+            ("server", "admin_port"),
+            f"{server.port} is server.port; expected another one, or null for both on one port",
+        )
 
 
 def _sharing(settings: Settings) -> Iterator[Problem]:

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from gateway.config.section import PositiveInt, Seconds, Section, check_zmq_address
+from gateway.config.section import NUMBER, PositiveInt, Seconds, Section, check_zmq_address
 
-RealPort = Annotated[int, Field(ge=1, le=65535)]
+RealPort = Annotated[int, Field(ge=1, le=65535), NUMBER]
 
 
 class StaticDiscovery(Section):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from zoneinfo import ZoneInfo
 
 from pydantic import Field, field_validator, model_validator
 
 from gateway.allowed import check_allowed_host
 from gateway.config.discovery import DiscoveryConfig, StaticDiscovery
 from gateway.config.section import (
+    NUMBER,
+    WORKER_ID,
     EnvName,
     NonNegativeInt,
     PositiveInt,
@@ -26,7 +29,7 @@ AffinityKind = Literal["document", "knowledge_base", "session", "tenant", "prefi
 class WorkerConfig(Section):
     """One engine endpoint."""
 
-    id: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._:-]+$")]
+    id: Annotated[str, Field(min_length=1, max_length=64, pattern=WORKER_ID)]
     """Its name in metrics, logs and decisions."""
     url: str
     """Where it serves, without /v1."""
@@ -113,7 +116,7 @@ class RetryConfig(Section):
 
     budget: Share = 0.2
     """Retries as a share of recent requests."""
-    attempts: Annotated[int, Field(ge=1, le=10)] = 2
+    attempts: Annotated[int, Field(ge=1, le=10), NUMBER] = 2
     """Tries per request, the first one included."""
 
 
@@ -168,6 +171,19 @@ class PoolConfig(Section):
     """How many requests may wait, and how long."""
     retry: RetryConfig = RetryConfig()
     """Retries before the first byte."""
+
+    @field_validator("timezone")
+    @classmethod
+    def _zone(cls, value: str) -> str:
+        if value == "UTC":  # is known where no zones are installed
+            return value
+        try:
+            ZoneInfo(value)
+        except (KeyError, ValueError, OSError) as error:
+            raise ValueError(
+                f"expected a time zone such as UTC or Europe/Berlin, got {value!r}"
+            ) from error
+        return value
 
     @field_validator("worker_allow")
     @classmethod

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from gateway.config.index import IndexConfig
 from gateway.config.pools import PoolConfig
-from gateway.config.section import Seconds, Section, Share, check_collector_url
+from gateway.config.section import NUMBER, Seconds, Section, Share, check_collector_url
 from gateway.config.server import ServerConfig
 from gateway.config.tenants import RouteConfig, SecurityConfig, TenantConfig
 
@@ -19,11 +19,11 @@ class RoutingConfig(Section):
     mode: Literal["observe", "cost", "least_load"] = "cost"
     """cost = by estimated cost; observe = by load, noting what cost had done; least_load = by
     load alone: the kill switch."""
-    share: Annotated[int, Field(ge=0, le=100)] = 100
+    share: Annotated[int, Field(ge=0, le=100), NUMBER] = 100
     """Percent of the traffic that is routed by cost."""
     max_wait_s: Seconds = 2
     """Longest wait in the gateway for a worker that is worth it."""
-    seed: int | None = None
+    seed: Annotated[int, NUMBER] | None = None
     """Of the draws that break ties; null = random."""
 
 

@@ -6,15 +6,28 @@ import re
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-Port = Annotated[int, Field(ge=0, le=65535)]
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+
+def _no_switch(value: object) -> object:
+    """Refuse true and false as numbers, which Python has them to be."""
+    if isinstance(value, bool):
+        told = str(value).lower()
+        raise ValueError(f"expected a number, got {told} (YAML reads yes, no, on and off so)")
+    return value
+
+
+NUMBER = BeforeValidator(_no_switch)
+
+Port = Annotated[int, Field(ge=0, le=65535), NUMBER]
+PositiveInt = Annotated[int, Field(gt=0), NUMBER]
+NonNegativeInt = Annotated[int, Field(ge=0), NUMBER]
+Seconds = Annotated[float, Field(gt=0), NUMBER]
 # The name of an environment variable. A secret put here by mistake is none, and is not shown.
-EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
-Share = Annotated[float, Field(ge=0, le=1)]
+ENV_NAME = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
+EnvName = Annotated[str, Field(pattern=ENV_NAME)]
+WORKER_ID = r"^[A-Za-z0-9._:-]+$"
+Share = Annotated[float, Field(ge=0, le=1), NUMBER]
 
 # tcp://HOST:PORT, where * as the host means that this side listens; or ipc://PATH.
 _ZMQ_ADDRESS = re.compile(r"tcp://(?:\*|\[[0-9A-Fa-f:.%]+\]|[^:/\[\]\s*]+):\d{1,5}|ipc://\S+")
@@ -26,7 +39,9 @@ class Section(BaseModel):
     The docstring under a key is its description in the schema and in docs/reference/config.md.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 def check_zmq_address(value: str) -> str:
@@ -61,6 +76,8 @@ def check_worker_url(value: str) -> str:
         raise ValueError(expected)
     if parts.netloc.count(":") > 1 > value.count("["):
         raise ValueError(expected)
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ValueError(f"expected the address without /v1, which is added, got {shown!r}")
     return value.rstrip("/")
 
 

@@ -7,7 +7,10 @@ from typing import Annotated
 from pydantic import Field, field_validator, model_validator
 
 from gateway.config.pools import OffloadConfig
-from gateway.config.section import EnvName, NonNegativeInt, PositiveInt, Section, Share
+from gateway.config.section import NUMBER, EnvName, NonNegativeInt, PositiveInt, Section, Share
+
+# A name is a label, and stands in lists with commas.
+TENANT_NAME = r"^[ -+\-.-~]+$"
 
 
 class MatchConfig(Section):
@@ -56,7 +59,7 @@ class RouteConfig(Section):
 class TenantConfig(Section):
     """A group of API keys with its budgets."""
 
-    name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[ -+\-.-~]+$")]
+    name: Annotated[str, Field(min_length=1, max_length=128, pattern=TENANT_NAME)]
     """A label of metrics and a part of every key; what trusted peers may send as x-tenant-id."""
     key_env: EnvName | None = None
     """API keys, or sha256:HASH, with commas between them."""
@@ -70,7 +73,7 @@ class TenantConfig(Section):
     """Token budget, prompt and output; null = none."""
     weight: PositiveInt = 1
     """Share of the queue beside other tenants."""
-    priority: int = 0
+    priority: Annotated[int, NUMBER] = 0
     """Higher goes first in the queue."""
     isolate_cache: bool = False
     """Keep its cached prefixes apart from everybody else's, by a salt."""

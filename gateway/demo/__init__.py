@@ -14,12 +14,12 @@ from typing import NoReturn
 
 from gateway.demo.client import run_workload
 from gateway.demo.fleet import MODEL, WORKERS, DemoError, fleet
-from gateway.demo.report import judge, summary, table
+from gateway.demo.report import document, judge, summary, table
 
 __all__ = ["DemoError", "run"]
 
 
-def run(*, port: int, once: bool) -> int:
+def run(*, port: int, once: bool, as_json: bool = False) -> int:
     """Run the demo; return 0, or 1 if a warm request was not the hit it should have been.
 
     Raises:
@@ -35,8 +35,11 @@ def run(*, port: int, once: bool) -> int:
         with fleet(Path(folder), port) as gateway:
             rows = run_workload(base)
             problems = judge(rows, block_size=16)
-            print(table(rows))
-            print(summary(rows, problems), flush=True)
+            if as_json:
+                print(document(rows, problems), flush=True)
+            else:
+                print(table(rows))
+                print(summary(rows, problems), flush=True)
             if once:
                 return 1 if problems else 0
             _say(f"serving {base}/v1 (model {MODEL}) until Ctrl-C")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from gateway.demo.workload import Ask
@@ -73,3 +74,20 @@ def summary(rows: list[Row], problems: list[str]) -> str:
         f"mean TTFT {warm_s:.3f} s against {cold_s:.3f} s cold ({cold_s / warm_s:.1f}x)"
     )
     return "\n".join([*problems, line])
+
+
+def document(rows: list[Row], problems: list[str]) -> str:
+    """Return rows and verdict as one JSON document."""
+    requests = [
+        {
+            "request": row.ask.label,
+            "is_warm": row.ask.is_warm,
+            "worker": row.worker,
+            "prompt_tokens": row.prompt_tokens,
+            "predicted_hit_tokens": row.predicted_hit_tokens,
+            "observed_hit_tokens": row.observed_hit_tokens,
+            "ttft_s": row.ttft_s,
+        }
+        for row in rows
+    ]
+    return json.dumps({"ok": not problems, "problems": problems, "requests": requests}, indent=2)

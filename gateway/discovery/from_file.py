@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from gateway.config import WorkerConfig
+from gateway.config.words import in_words
 from gateway.discovery.listing import Found
 from gateway.discovery.stamps import LOOK_EVERY_S, Stamp, stamp_of
 
@@ -105,7 +106,5 @@ def _items(document: Any, node: Any, path: str) -> tuple[list[Any], list[Any]]:
 def _first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False)[0]
     at = ".".join(str(part) for part in problem["loc"]) or "worker"
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key {problem['loc'][-1]!r}"
-    text = "is required" if problem["type"] == "missing" else problem["msg"]
-    return f"{at}: {text.removeprefix('Value error, ')}"
+    text = in_words(problem, WorkerConfig)
+    return text if problem["type"] == "extra_forbidden" else f"{at}: {text}"

@@ -22,6 +22,7 @@ from aiohttp import web
 
 from gateway.reload.metrics import ReloadCollector
 from gateway.reload.reloader import Reloader
+from gateway.sockets import listening
 from gateway.supervisor.child import COMMAND, Child, Role
 from gateway.supervisor.exposition import Snapshot, accumulate
 from gateway.supervisor.operations import Operations
@@ -80,7 +81,9 @@ class Supervisor:
         folder = Path(tempfile.mkdtemp(prefix="warmlane-"))
         runners: list[web.AppRunner] = []
         try:
-            with reserve_port(server.host, server.port) as reserved:
+            with listening("server.port", server.host, server.port):
+                bound = reserve_port(server.host, server.port)
+            with bound as reserved:
                 port: int = reserved.getsockname()[1]
                 self.children = [self._child(n, port, folder) for n in range(server.processes)]
                 operations = Operations(
@@ -101,7 +104,8 @@ class Supervisor:
                     await outside.setup()
                     ssl = None if self._tls is None else self._tls.context
                     site = web.TCPSite(outside, server.host, server.admin_port, ssl_context=ssl)
-                    await site.start()
+                    with listening("server.admin_port", server.host, server.admin_port):
+                        await site.start()
                 return await self._run_children()
         finally:
             for runner in runners:

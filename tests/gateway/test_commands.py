@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+
+from gateway.__main__ import all_commands
+from warmup.__main__ import app as warmup_app
 
 CONFIG = 'pools: [{name: chat, models: [m], workers: [{id: w0, url: "http://h:1"}]}]\n'
 
@@ -81,6 +89,10 @@ USAGE_ERRORS = {
     "explain without a file": ["explain"],
     "drain without a worker": ["workers", "drain"],
     "replay without a trace": ["replay"],
+    "a gateway without a scheme": ["workers", "list", "--gateway", "127.0.0.1:8080"],
+    "a gateway's client URL": ["doctor", "--gateway", "http://127.0.0.1:8080/v1"],
+    "a demo on any port": ["demo", "--port", "0"],
+    "a port that is none": ["serve", "--worker", "http://h:1", "--model", "m", "--port", "70000"],
 }
 
 
@@ -90,6 +102,61 @@ def test_a_usage_error_exits_with_2_and_prints_nothing_on_stdout(args: list[str]
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr
+
+
+def leaves(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every command that can be given, with its words."""
+    below = getattr(command, "commands", None)
+    if below is None:
+        yield name, command
+    for word, found in (below or {}).items():
+        yield from leaves(found, f"{name} {word}".strip())
+
+
+# What runs until a signal writes nothing but its log.
+WITHOUT_DATA = {"serve"}
+
+
+def test_every_command_that_prints_data_speaks_json() -> None:
+    apps = {"": all_commands(), "warmup": warmup_app}
+    found = {
+        words: {flag for param in command.params for flag in param.opts}
+        for name, app in apps.items()
+        for words, command in leaves(typer.main.get_command(app), name)
+    }
+
+    assert len(found) > 10
+    assert {words for words, flags in found.items() if "--json" not in flags} == WITHOUT_DATA
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    done = warmlane("--version")
+
+    assert (done.returncode, done.stdout) == (0, f"warmlane {version('warmlane')}\n")
+
+
+IN_USE = [(key, processes, "in use") for key in ("port", "admin_port") for processes in (1, 2)]
+
+
+@pytest.mark.parametrize(("key", "processes", "fault"), [*IN_USE, ("port", 1, "no such host")])
+def test_an_address_that_cannot_be_listened_on_is_said_with_its_key(
+    tmp_path: Path, key: str, processes: int, fault: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        host = "127.0.0.1" if fault == "in use" else "nowhere.invalid"
+        server = {"host": host, "port": 0, key: number, "processes": processes}
+        redis = {"backend": "redis", "url": "redis://127.0.0.1:1"}
+        pool = {"name": "c", "models": ["m"], "workers": [{"id": "w", "url": "http://127.0.0.1:1"}]}
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({"server": server, "index": redis, "pools": [pool]}))
+        done = warmlane("serve", "--config", str(path))
+
+    said = done.stderr.splitlines()[-1]
+    assert f"server.{key}: cannot listen at {host}:{number}: " in said
+    assert "Errno" not in said
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1
 
 
 def test_a_gateway_that_is_away_is_said_in_one_line() -> None:

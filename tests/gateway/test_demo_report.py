@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
+from gateway.demo import report
 from gateway.demo.report import Row, judge, summary, table
 from gateway.demo.workload import FOLLOW_UP, WORKLOAD, Ask, document, messages
 
@@ -73,3 +75,15 @@ def test_no_request_of_the_workload_carries_a_hint_and_documents_share_nothing()
         assert {tuple(message) for message in chat} == {("role", "content")}
     assert document("town")[:40] != document("island")[:40]
     assert document("town") == document("town")
+
+
+def test_the_json_document_says_what_the_table_says() -> None:
+    told = json.loads(report.document([row(COLD), row(WARM, worker="w1")], ["second: elsewhere"]))
+
+    assert told["ok"] is False
+    assert told["problems"] == ["second: elsewhere"]
+    assert [(r["request"], r["worker"], r["is_warm"]) for r in told["requests"]] == [
+        ("first", "w0", False),
+        ("second", "w1", True),
+    ]
+    assert told["requests"][1]["observed_hit_tokens"] == 992

@@ -9,7 +9,7 @@ import pytest
 from gateway.config import Settings, check_redis_url
 from gateway.config.section import check_worker_url
 from gateway.settings import ConfigError, describe, load
-from gateway.unsupported import files_not_here, unsupported
+from gateway.unsupported import files_not_here, unsupported, variables_not_here
 
 MINIMAL = """\
 server: {port: 9000}
@@ -59,6 +59,77 @@ BROKEN = {
         MINIMAL.replace("models: [m]", "models: [m]\n    modles: [x]"),
         ":5: pools.0.modles: unknown key 'modles'",
     ),
+    "a typo": (
+        MINIMAL.replace("models:", "modles:"),
+        ":4: pools.0.modles: unknown key 'modles'; did you mean 'models'?",
+    ),
+    "a key of another kind of section": (
+        MINIMAL.replace("models: [m]", "models: [m]\n    discovery: {type: file, file: w}"),
+        ":5: pools.0.discovery.file: unknown key 'file'; expected one of path, type",
+    ),
+    "a list that is text": (
+        MINIMAL.replace("[m]", "m"),
+        ":4: pools.0.models: expected a list ([a, b], or lines that begin with -), got text",
+    ),
+    "a list that is nothing": ("pools:\n", ":1: pools: expected a list ([a, b], or lines that"),
+    "a mapping that is nothing": (
+        MINIMAL.replace(" {port: 9000}", ""),
+        ":1: server: expected a mapping (key: value), got nothing",
+    ),
+    "an item that is nothing": (
+        "pools:\n  -\n",
+        ":2: pools.0: expected a mapping (key: value), got nothing",
+    ),
+    "a word that is none of the list": (
+        MINIMAL + "routing: {mode: round_robin}\n",
+        ":7: routing.mode: expected 'observe', 'cost' or 'least_load', got 'round_robin'",
+    ),
+    "a number with a unit": (
+        MINIMAL.replace("port: 9000", "drain_s: 30s"),
+        ":1: server.drain_s: expected a number, got '30s'",
+    ),
+    "a number out of bounds": (
+        MINIMAL.replace("port: 9000", "max_body_mb: 0"),
+        ":1: server.max_body_mb: expected more than 0, got 0",
+    ),
+    "a number without end": (
+        MINIMAL.replace("port: 9000", "drain_s: .inf"),
+        ":1: server.drain_s: expected a finite number, got inf",
+    ),
+    "a switch for a number": (
+        MINIMAL.replace("port: 9000", "port: yes"),
+        ":1: server.port: expected a number, got true (YAML reads yes, no, on and off so)",
+    ),
+    "a switch for a rank": (
+        MINIMAL + "tenants: [{name: a, priority: on}]\n",
+        ":7: tenants.0.priority: expected a number, got true",
+    ),
+    "a worker's name with a space": (
+        MINIMAL.replace("w0", "w 0"),
+        ":6: pools.0.workers.0.id: expected letters, digits and . _ : - only",
+    ),
+    "a worker's URL with the API's prefix": (
+        MINIMAL.replace("8101/", "8101/v1"),
+        ":6: pools.0.workers.0.url: expected the address without /v1, which is added",
+    ),
+    "a time zone that is none": (
+        MINIMAL.replace("models: [m]", "models: [m]\n    timezone: Mars/Phobos"),
+        ":5: pools.0.timezone: expected a time zone such as UTC or Europe/Berlin, got 'Mars/",
+    ),
+    "one port for two": (
+        MINIMAL.replace("port: 9000", "port: 9000, admin_port: 9000"),
+        ":1: server.admin_port: 9000 is server.port",
+    ),
+    "a tab": (
+        "pools:\n\t- name: chat\n",
+        ":2: not valid YAML: found character '\\t' that cannot start any token; YAML is indented "
+        "by spaces",
+    ),
+    "an alias in itself": ("pools: &a [*a]\n", ": an alias (*) stands inside its own anchor (&)"),
+    "nested without end": ("[" * 5000, ": nested too deeply"),
+    "a key that is a number": (MINIMAL + "1: 2\n", ":7: 1: expected text as a key"),
+    "a file that is text": ("hello\n", ":1: expected a mapping of sections, got str"),
+    "an empty file": ("", "pools: is required"),
     "wrong type": (MINIMAL.replace("9000", "many"), ":1: server.port: "),
     "out of range": (MINIMAL.replace("9000", "90000"), ":1: server.port: "),
     "bare IPv6 worker": (
@@ -186,6 +257,55 @@ def test_a_wrong_environment_variable_is_named(write) -> None:
         load(write(MINIMAL), environ={"WARMLANE_SERVER__DRAIN": "3"})
 
 
+def test_a_list_is_said_by_a_variable_as_a_whole(write) -> None:
+    workers = "[{id: w0, url: 'http://h:1'}]"
+    environ = {"WARMLANE_POOLS": f"[{{name: other, models: [m], workers: {workers}}}]"}
+
+    settings, _ = load(write(MINIMAL), environ=environ)
+
+    assert [pool.name for pool in settings.pools] == ["other"]
+    with pytest.raises(ConfigError, match="variable WARMLANE_POOLS__0__NAME: pools: is a list"):
+        load(write(MINIMAL), environ={"WARMLANE_POOLS__0__NAME": "x"})
+
+
+OTHERS = ["WARMLANE_ADMIN_TOKEN", "WARMLANE_SERVICE_HOST", "WARMLANE_PORT_8080_TCP_ADDR"]
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "WARMLANE_RUNNER__PORT", "WARMLANE_INDEX_PORT"])
+def test_variables_that_are_not_the_configurations_are_left_alone(write, name: str) -> None:
+    assert load(write(MINIMAL), environ={name: "tcp://10.0.0.1:1"})[0].server.port == 9000
+
+
+UNREADABLE = {"a folder": None, "not UTF-8": b"\xff\xfe"}
+
+
+@pytest.mark.parametrize("content", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_file_that_cannot_be_read_is_named_once(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "config.yaml"
+    path.mkdir() if content is None else path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match="cannot read the configuration: ") as caught:
+        load(str(path), environ={})
+
+    assert str(caught.value).count(str(path)) == 1
+    assert "Errno" not in str(caught.value)
+
+
+def test_without_a_file_the_option_is_named() -> None:
+    with pytest.raises(ConfigError, match="no --config FILE: pools: is required"):
+        load(None, environ={})
+
+
+def test_a_secret_in_place_of_its_variables_name_is_not_shown(write) -> None:
+    key = "sk-this-is-the-key-itself"
+    text = MINIMAL + f"tenants: [{{name: a, key_env: {key}}}]\n"
+
+    with pytest.raises(ConfigError, match="expected the name of an environment variable") as caught:
+        load(write(text), environ={})
+
+    assert key not in str(caught.value)
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot read"):
         load(str(tmp_path / "nowhere.yaml"), environ={})
@@ -198,7 +318,17 @@ GOOD_URLS = [
     "http://[::1]:18001",
     "http://[::1]",
 ]
-BAD_URLS = ["h:1", "ftp://h", "http://", "http://h:0", "http://h:99999", "::1", "http://::1:80", ""]
+BAD_URLS = [
+    "http://h/\\",
+    "h:1",
+    "ftp://h",
+    "http://",
+    "http://h:0",
+    "http://h:99999",
+    "::1",
+    "http://::1:80",
+    "",
+]
 
 
 @pytest.mark.parametrize("url", GOOD_URLS)
@@ -330,6 +460,26 @@ def test_files_without_which_a_start_here_fails_are_named(
     warnings = files_not_here(load(str(path), environ={})[0])
 
     assert [warning.split(": ")[0] for warning in warnings] == keys
+
+
+VARIABLES = {
+    "server: {access: {admin_token_env: NOT_SET_A}}": ["server.access.admin_token_env"],
+    "tenants: [{name: a, key_env: NOT_SET_B}]": ["tenants[a].key_env"],
+    "api_key_env: NOT_SET_C": ["pools[chat].api_key_env"],
+    "security: {salt_secret_env: NOT_SET_D}": [],
+}
+
+
+@pytest.mark.parametrize(("section", "keys"), VARIABLES.items(), ids=VARIABLES)
+def test_variables_without_which_a_start_here_fails_are_named(
+    write, section: str, keys: list[str]
+) -> None:
+    pools = MINIMAL.split("\n", 1)[1]
+    of_pool = pools.replace("models: [m]", f"models: [m]\n    {section}")
+    text = of_pool if section.startswith("api_key") else pools + section
+    settings, _ = load(write(text), environ={})
+
+    assert [warning.split(": ")[0] for warning in variables_not_here(settings)] == keys
 
 
 def test_a_list_that_is_too_short_is_told_in_words_of_the_file(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ WRONG_STARTS: dict[str, dict[str, Any]] = {
         "security": {"salt_secret_env": "SALT"},
         "pool": {"engine": "openai"},
     },
-    "tenants.0.key_env: String should match": {
+    "tenants.0.key_env: expected the name of an environment variable": {
         "tenants": [{"name": "t", "key_env": "sk-a-key-itself"}]
     },
 }
