@@ -23,7 +23,7 @@ from gateway.proxy.headers import request_id_from
 from gateway.proxy.lifecycle import Lifecycle
 from gateway.proxy.limits import Limits
 from gateway.proxy.responses import error_response
-from gateway.sockets import probe_peer
+from gateway.sockets import listening, probe_peer
 
 if TYPE_CHECKING:
     import ssl as ssl_module
@@ -131,7 +131,10 @@ async def serve(
     def on_signal() -> None:
         (hurry if stop.is_set() else stop).set()
 
-    listener = await Listener.start(app, host, port, ssl=ssl, front=front, reuse_port=reuse_port)
+    with listening("server.port", host, port):
+        listener = await Listener.start(
+            app, host, port, ssl=ssl, front=front, reuse_port=reuse_port
+        )
     # What exists by now lives as long as the process; looking at it again finds nothing.
     gc.collect()
     gc.freeze()
