@@ -10,10 +10,9 @@ nothing), ``x-kv-cache-source-host-port`` the header of llm-d's router.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-
-import msgspec
 
 from gateway.routing.cost import STORE, Source
 from gateway.routing.pull import MIN_PULL_TOKENS, source_id
@@ -88,7 +87,8 @@ def reaches(worker: Worker, pool: Pool, source: Source) -> bool:
     return peer is not None and peer.url in worker.pull_peers
 
 
-class PullRequest(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PullRequest:
     """What a choice adds to the request that is sent to the chosen worker.
 
     Attributes:
