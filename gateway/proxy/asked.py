@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from gateway.errors import InvalidRequest
-from gateway.protocols.anthropic import to_chat
+from gateway.protocols.anthropic import check_max_tokens, to_chat
 from gateway.protocols.multipart import FORM, model_of, parts_of
 from gateway.protocols.responses import ResponseHomes, readable, routing_text
 from gateway.proxy.body import parse_body
@@ -96,6 +96,7 @@ class Asking:
     ) -> Asked:
         refusal = None
         try:
+            check_max_tokens(document)
             read = to_chat(document)
             chat: bytes | None = orjson.dumps(read)
         except InvalidRequest as error:

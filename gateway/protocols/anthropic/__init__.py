@@ -8,7 +8,7 @@ Source: Anthropic's API reference, "Messages" and "Streaming"; OpenAI's, "Chat c
 """
 
 from gateway.protocols.anthropic.answer import to_message
-from gateway.protocols.anthropic.request import is_messages, to_chat
+from gateway.protocols.anthropic.request import check_max_tokens, is_messages, to_chat
 from gateway.protocols.anthropic.stream import MessageStream
 
-__all__ = ["MessageStream", "is_messages", "to_chat", "to_message"]
+__all__ = ["MessageStream", "check_max_tokens", "is_messages", "to_chat", "to_message"]

@@ -69,6 +69,17 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     return chat
 
 
+def check_max_tokens(body: Mapping[str, Any]) -> None:
+    """Refuse a message without the bound that this API asks for: the chat API would set none.
+
+    Raises:
+        InvalidRequest: If it is not there, or no positive number.
+    """
+    given = body.get("max_tokens")
+    if not isinstance(given, int) or isinstance(given, bool) or given <= 0:
+        raise _refused("max_tokens", "'max_tokens' is required and must be a positive integer.")
+
+
 def is_messages(body: Mapping[str, Any]) -> bool:
     """Whether a body with messages has what only this API has; for where no path tells."""
     tools = body.get("tools")
