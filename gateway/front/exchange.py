@@ -29,6 +29,8 @@ _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
 _CLOSE = b"connection: close\r\n\r\n"
+# What is said of the time of a request that was neither routed nor queued.
+NO_TIMING = "route;dur=0.000, queue;dur=0.000"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -219,7 +221,8 @@ class Exchange(ABC):
         Raises:
             ConnectionError: If the client has left.
         """
-        self._send_head(status, lines, len(body), body)
+        transport, head = self._begun(status, lines, len(body))
+        transport.write(head + body)
         self.is_ended = True
 
     def refuse(self, error: GatewayError, lines: bytes) -> None:
@@ -233,9 +236,10 @@ class Exchange(ABC):
         self.answer(error.status, error_lines(error) + lines, error_body(error, self.path))
 
     def begin(self, status: int, lines: bytes, length: int | None) -> Callable[[bytes], bool]:
-        """Send the head of an answer and return what writes its body.
+        """Begin an answer and return what writes its body.
 
         That may be called from any callback, and returns False when the client is slow or has left.
+        The head goes with the first piece, in one packet; an empty piece sends it alone.
         Everything it needs is bound once: with hundreds of streams, each attribute it had to look
         up per piece would be a cache miss.
 
@@ -247,15 +251,20 @@ class Exchange(ABC):
         Raises:
             ConnectionError: If the client has left.
         """
-        transport = self._send_head(status, lines, length, b"")
+        transport, head = self._begun(status, lines, length)
         is_chunked, is_closing, send = self._is_chunked, transport.is_closing, transport.write
         protocol = self._protocol
 
         def write(data: bytes) -> bool:
+            nonlocal head
             if is_closing():
                 return False
+            if data and is_chunked:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+            if head:
+                data, head = head + data, b""
             if data:
-                send(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
+                send(data)
             return not protocol.writing_paused
 
         return write
@@ -272,9 +281,10 @@ class Exchange(ABC):
         if (transport := self.transport) is not None:
             transport.abort()
 
-    def _send_head(
-        self, status: int, lines: bytes, length: int | None, body: bytes
-    ) -> asyncio.Transport:
+    def _begun(
+        self, status: int, lines: bytes, length: int | None
+    ) -> tuple[asyncio.Transport, bytes]:
+        """Return where an answer goes, and its head."""
         transport = self.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client has left")
@@ -289,8 +299,7 @@ class Exchange(ABC):
         if length is None and not self._is_chunked:
             self.keep_alive = False
         end = b"\r\n" if self.keep_alive else _CLOSE
-        transport.write(b"".join((_start(status), lines, framing, end, body)))
-        return transport
+        return transport, b"".join((_start(status), lines, framing, end))
 
 
 def error_lines(error: GatewayError) -> bytes:
@@ -302,10 +311,10 @@ def error_lines(error: GatewayError) -> bytes:
 def refusal(error: GatewayError) -> bytes:
     """Return the whole answer to what is no request, after which the connection ends."""
     body = error.openai_body()
-    named = b"x-request-id: %b\r\ncontent-length: %d\r\n" % (
-        os.urandom(16).hex().encode(),
-        len(body),
-    )
+    named = (
+        f"x-request-id: {os.urandom(16).hex()}\r\nserver-timing: {NO_TIMING}\r\n"
+        f"content-length: {len(body)}\r\n"
+    ).encode()
     return b"".join((_start(error.status), error_lines(error), named, _CLOSE, body))
 
 

@@ -26,6 +26,7 @@ from gateway.proxy.hearing import PLAIN
 from gateway.proxy.sse import usage_in_body
 from gateway.proxy.sse_typed import observer_for
 from gateway.routing.dispatch import Outcome, Usage
+from gateway.routing.outcome import OK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,10 +136,10 @@ class Delivery:
             await self._long_body(data, lines)
             return
         outcome = _outcome(answer.status)
-        self._finish(outcome, usage_in_body(data) if outcome is Outcome.OK else None)
+        self._finish(outcome, usage_in_body(data) if outcome is OK else None)
         self._record.status = answer.status
         exchange = self._exchange
-        if self._hearing.kept is not None and outcome is Outcome.OK:
+        if self._hearing.kept is not None and outcome is OK:
             self._keep(parsed(data))
         if exchange.trace is not None:
             exchange.trace.heard(data)
@@ -188,6 +189,8 @@ class Delivery:
         if events is not None:
             send = self._translated(events, send)
         error: GatewayError | None = None
+        if not answer.buffered_bytes:
+            send_plain(b"")  # the client sees at once that it is being answered
         try:
             await answer.pump(self._inflated(write), self._drain)
         except UpstreamError as failure:
@@ -227,7 +230,7 @@ class Delivery:
         if end.is_error:
             outcome = Outcome.UPSTREAM_ERROR
         elif end.is_complete:
-            outcome = Outcome.OK
+            outcome = OK
         else:
             outcome = _cut(self._failure)
         self._finish(outcome, end.usage)
@@ -242,7 +245,7 @@ class Delivery:
         )
 
     def _begin(self, lines: bytes, length: int | None) -> Callable[[bytes], bool]:
-        """Send the head; return what writes the body."""
+        """Begin the answer; return what writes its body."""
         write = self._exchange.begin(self._answer.status, lines, length)
         self._record.status = self._answer.status
         return write
@@ -327,7 +330,7 @@ def own_lines(exchange: Exchange, record: RequestRecord) -> bytes:
 
 def _outcome(status: int) -> Outcome:
     if status < 400:
-        return Outcome.OK
+        return OK
     return Outcome.REJECTED if status < 500 else Outcome.UPSTREAM_ERROR
 
 

@@ -172,6 +172,22 @@ async def test_an_event_cut_anywhere_arrives_whole_and_unchanged() -> None:
         assert {record.outcome for record in gw.records} == {"ok"}
 
 
+async def test_a_client_sees_that_it_is_answered_before_there_is_an_event() -> None:
+    token = asyncio.Event()
+    async with RawEngine() as engine, gateway(engine.url) as gw:
+        engine.scripts.append(stream(token, content("a"), FINISH, DONE))
+        client = await RawClient.connect(gw.port)
+        await client.send(wire(json.dumps(chat(stream=True)).encode(), "connection: close"))
+        async with asyncio.timeout(20):
+            status, headers = await client.head()
+        token.set()
+        rest = await client.rest()
+        await client.close()
+
+    assert (status, headers["content-type"]) == (200, "text/event-stream")
+    assert b"[DONE]" in rest
+
+
 async def test_the_first_token_counts_and_neither_role_nor_empty_choices() -> None:
     token = asyncio.Event()
     async with RawEngine() as engine, gateway(engine.url) as gw:
