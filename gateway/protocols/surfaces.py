@@ -99,3 +99,14 @@ class Surfaces:
 def family_of(path: str) -> Family:
     """Return whose shape errors have under a path, whether it exists or not."""
     return "anthropic" if path.startswith("/v1/messages") else "openai"
+
+
+def hint(path: str) -> str:
+    """Return what to say of an unknown path where a base URL has ``/v1`` wrong; empty elsewhere."""
+    for meant in (f"/v1{path}", path.removeprefix("/v1")):
+        if meant in SURFACES:
+            return (
+                f"; did you mean {meant}? The base URL of OpenAI's clients ends in /v1, "
+                "that of Anthropic's does not"
+            )
+    return ""

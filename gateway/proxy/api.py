@@ -20,7 +20,7 @@ from gateway.errors import (
     ShuttingDown,
 )
 from gateway.protocols.errors import NotSupported
-from gateway.protocols.surfaces import Surfaces
+from gateway.protocols.surfaces import Surfaces, hint
 from gateway.proxy.asked import Asking
 from gateway.proxy.body import parse_body
 from gateway.proxy.counting import count_tokens
@@ -190,7 +190,7 @@ class Api:
         self._lifecycle.enter(task)
         try:
             if spec is None:
-                raise NotFound(f"No such path: POST {exchange.path}.")
+                raise NotFound(f"No such path: POST {exchange.path}{hint(exchange.path)}.")
             await self._serve(spec, exchange, record, started_s)
         except GatewayError as error:
             _refuse(exchange, error, record)

@@ -15,9 +15,9 @@ from aiohttp import web
 from aiohttp.web_protocol import _ErrInfo
 
 from gateway.errors import BodyTimeout, ExpectationFailed, GatewayError, error_for_status
-from gateway.front.exchange import refusal
+from gateway.front.exchange import NO_TIMING, refusal
 from gateway.front.raw import RawFront
-from gateway.protocols.surfaces import Surfaces
+from gateway.protocols.surfaces import Surfaces, hint
 from gateway.proxy.api import Api
 from gateway.proxy.headers import request_id_from
 from gateway.proxy.lifecycle import Lifecycle
@@ -343,15 +343,23 @@ class ClientConnection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send a response; aiohttp's HTTP errors are exchanged for ours first."""
+        """Send a response; aiohttp's HTTP errors are exchanged for ours first.
+
+        Those of the proxy have told their id and times already.
+        """
         if isinstance(resp, web.HTTPException) and resp.status >= 400:
             resp = _reshape(request, resp)
+        resp.headers.setdefault("x-request-id", _request_id(request))
+        resp.headers.setdefault("server-timing", NO_TIMING)
         return await super().finish_response(request, resp, start_time)
 
 
 def _reshape(request: web.BaseRequest, error: web.HTTPException) -> web.Response:
     what = f"{request.method} {request.path}"
-    messages = {404: f"No such path: {what}.", 405: f"Method not allowed: {what}."}
+    messages = {
+        404: f"No such path: {what}{hint(request.path)}.",
+        405: f"Method not allowed: {what}.",
+    }
     message = messages.get(error.status) or error.text or error.reason
     shown = error_for_status(error.status, message)
     response = error_response(shown, _request_id(request), request.path)

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import random
+import re
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -34,12 +35,14 @@ def error_in(body: bytes) -> dict[str, Any]:
 
 
 async def exchange(port: int, data: bytes) -> tuple[int, dict[str, str], bytes]:
-    """Send bytes, read one answer with a content length."""
+    """Send bytes, read one answer with a content length, which names its request and its times."""
     client = await RawClient.connect(port)
     try:
         await client.send(data)
         async with asyncio.timeout(20):
             status, headers = await client.head()
+            assert headers["x-request-id"]
+            assert re.fullmatch(r"route;dur=[0-9.]+, queue;dur=[0-9.]+", headers["server-timing"])
             return status, headers, await client.reader.readexactly(int(headers["content-length"]))
     finally:
         await client.close()
@@ -114,6 +117,45 @@ async def test_other_paths_and_methods_are_errors_in_shape_and_never_proxied(
     assert error_in(body)["type"] in ("not_found_error", "invalid_request_error")
     assert ("allow" in headers) == (status == 405)
     assert engine.num_connections == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/models", 200),
+        ("GET", "/v1/models/m", 200),
+        ("GET", "/v1/models/nope", 404),
+        ("GET", "/v1/realtime", 501),
+        ("GET", "/health", 200),
+        ("GET", "/health/ready", 200),
+        ("POST", "/v1/embeddings", 400),
+        ("POST", "/v1/audio/speech", 400),
+        ("POST", "/v1/messages/count_tokens", 400),
+        ("POST", CHAT, 400),
+    ],
+)
+async def test_whatever_is_answered_names_its_request_and_its_times(
+    method: str, path: str, status: int
+) -> None:
+    data = f"{method} {path} HTTP/1.1\r\nhost: gw\r\ncontent-length: 0\r\n\r\n".encode()
+    async with openai_engine() as engine, gateway(engine.url) as gw:
+        assert (await exchange(gw.port, data))[0] == status
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", CHAT),
+        ("/v1/v1/chat/completions", CHAT),
+        ("/messages", "/v1/messages"),
+        ("/v1/v1/messages", "/v1/messages"),
+    ],
+)
+async def test_a_base_url_with_v1_too_little_or_too_much_is_told(path: str, meant: str) -> None:
+    async with openai_engine() as engine, gateway(engine.url) as gw:
+        status, _, body = await exchange(gw.port, wire(BODY, path=path))
+
+    assert (status, f"did you mean {meant}?" in json.loads(body)["error"]["message"]) == (404, True)
 
 
 @pytest.mark.parametrize(
