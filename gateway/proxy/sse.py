@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gateway.protocols.events import documents, events_from_last, parsed
+from gateway.protocols.whole import usage_told
 from gateway.routing.dispatch import Usage
 
 if TYPE_CHECKING:
@@ -174,13 +175,19 @@ class StreamObserver:
 
 
 def usage_of(document: dict[str, Any]) -> Usage | None:
-    """Return the token counts of an answer or event of any API, None if it has none.
-
-    Of Anthropic's API what was read from the cache counts apart from the rest of the prompt.
-    """
+    """Return the token counts of an event of any API, None if it has none."""
     usage = document.get("usage")
-    if not isinstance(usage, dict):
-        return None
+    return _counts(usage) if isinstance(usage, dict) else None
+
+
+def usage_in_body(body: bytes) -> Usage | None:
+    """Return the token counts of a complete JSON answer."""
+    usage = usage_told(body)
+    return None if usage is None else _counts(usage)
+
+
+def _counts(usage: dict[str, Any]) -> Usage | None:
+    """Read a ``usage``; of Anthropic's the prompt is what was read from the cache and the rest."""
     if isinstance(usage.get("prompt_tokens"), int):
         details = usage.get("prompt_tokens_details")
         cached = details.get("cached_tokens") if isinstance(details, dict) else None
@@ -195,12 +202,6 @@ def usage_of(document: dict[str, Any]) -> Usage | None:
         cached = _count(usage.get("cache_read_input_tokens"))
         prompt += (cached or 0) + (_count(usage.get("cache_creation_input_tokens")) or 0)
     return Usage(prompt, _count(usage.get("output_tokens")), cached)
-
-
-def usage_in_body(body: bytes) -> Usage | None:
-    """Return the token counts of a complete JSON answer."""
-    document = parsed(body)
-    return usage_of(document) if isinstance(document, dict) else None
 
 
 def _count(value: object) -> int | None:
