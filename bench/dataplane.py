@@ -2,7 +2,8 @@
 
 ``--peers`` is a folder with the load generator, the mock engines and the request packs (``load``,
 ``mock``, ``bodies/*.bin``) and, as far as they are to be compared, the peers' virtual environments
-(``v-sgl``: sglang-router, ``v-vllmr12``: vllm-router). Every router runs alone on CPU 0 while the
+(``v-sgl``: sglang-router, ``v-vllmr12``: vllm-router) and a bare relay to one mock (``floor``):
+what any process in between costs, whatever it does. Every router runs alone on CPU 0 while the
 others are stopped; mocks and load are on CPU 1. What is quoted is the router process's own CPU
 clock per request, and its ratio to each peer in the same round: wall time belongs to whoever else
 uses the machine.
@@ -43,6 +44,7 @@ MOCK_PORT = 9101
 NUM_MOCKS = 4
 OURS_PORT = 9500
 COMPILED_PORT = 9501
+RELAY_PORT = 9502
 READY_S = 90.0
 # A router that was stopped answers its probes and re-opens connections before it is measured.
 RESUME_S = 0.4
@@ -127,6 +129,8 @@ def routers(peers: Path, folder: Path, front: str, compiled: Path | None) -> lis
             command += f" --worker-urls {urls} --policy cache_aware"
             command += f" --prometheus-port {port + 20000} {quiet}"
             found.append(Router(name, port, command))
+    if (peers / "floor").exists():
+        found.append(Router("relay", RELAY_PORT, f"{peers}/floor {RELAY_PORT} {MOCK_PORT}"))
     return found
 
 
