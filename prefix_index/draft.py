@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from prefix_index.anchors import TEXT_BLOCK_BYTES, text_chain
-from prefix_index.blocks import BlockHash, hash_blocks
+from prefix_index.blocks import BlockHash, hash_blocks, usable_blocks
 from prefix_index.view_hits import Match
 
 if TYPE_CHECKING:
@@ -37,12 +37,22 @@ class Prompt:
     pieces: list[array[int]]
     last_match: Match | None = field(default=None, repr=False, compare=False)
     _chains: dict[int, list[BlockHash]] = field(default_factory=dict, repr=False, compare=False)
+    _usable_hashes: list[BlockHash] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def from_ids(cls, token_ids: Sequence[int], block_size: int, root: BlockHash) -> Prompt:
         """Return the prompt that has these tokens."""
         ids = array("I", token_ids)
         return cls(len(ids), hash_blocks(ids, block_size, root), block_size, root, [ids])
+
+    @property
+    def usable_hashes(self) -> list[BlockHash]:
+        """Those of the blocks that can be a hit; the caller does not change them."""
+        if self._usable_hashes is None:
+            usable = usable_blocks(self.num_tokens, self.block_size)
+            hashes = self.block_hashes
+            self._usable_hashes = hashes if len(hashes) <= usable else hashes[:usable]
+        return self._usable_hashes
 
     @property
     def token_ids(self) -> array[int]:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from gateway.routing.affinity import AffinityKey, affinity_key
 from gateway.routing.bodies import KnownBody
 from gateway.routing.outcome import is_comparable
-from prefix_index.blocks import BlockHash, usable_blocks
 
 if TYPE_CHECKING:
     from gateway.routing.pool import Pool
     from gateway.routing.rollout import Rule
     from gateway.routing.routes import Route
+    from prefix_index.blocks import BlockHash
     from prefix_index.draft import Prompt
 
 
@@ -194,8 +194,6 @@ class Plan:
 
     def take(self, prompt: Prompt) -> None:
         """Write down the tokens."""
-        usable = usable_blocks(prompt.num_tokens, prompt.block_size)
-        hashes = prompt.block_hashes
         self.prompt = prompt
         self.num_tokens = prompt.num_tokens
-        self.hashes = hashes if len(hashes) <= usable else hashes[:usable]
+        self.hashes = prompt.usable_hashes
