@@ -48,7 +48,7 @@ def fill(gateway: Gateway) -> None:
             reason="longest_prefix", prompt_tokens=4000, observed_hit_tokens=3000 + number % 900,
             predicted_hit_tokens=3000, ttft_s=0.01 * (1 + number % 97), predicted_ttft_s=0.2,
         )  # fmt: skip
-        gateway.observing.observe(record)
+        gateway.observing.onlookers.observe(record)
     for number, worker in enumerate(pool.workers.values()):
         worker.capacity_tokens = 100_000
         hashes = [(number << 32 | block).to_bytes(16, "big") for block in range(NUM_BLOCKS)]

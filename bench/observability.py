@@ -54,6 +54,7 @@ BOOT = """
 import asyncio, sys
 kept = sys.argv.pop(1).split(",")
 from gateway.observing import Observing
+from gateway.onlookers import Onlookers
 from gateway.telemetry.requests import Telemetry
 from gateway.usage.usage import Usage
 from gateway.console.decisions import Decisions
@@ -61,7 +62,7 @@ if "metrics" not in kept:
     Telemetry.observe = Usage.observe = Usage.finished = lambda *_: None
     Decisions.add = lambda *_: None
     if "log" not in kept:
-        Observing.observe = lambda self, record: self._parts.fleet.observe(record)
+        Onlookers.observe = lambda self, record: self._parts.fleet.observe(record)
     async def idle(self):
         await asyncio.Event().wait()
     Observing.run = idle

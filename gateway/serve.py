@@ -92,7 +92,7 @@ class Gateway:
         self.observing = Observing(settings, self)
         self.telemetry = self.observing.telemetry
         self.dispatcher = make_dispatcher(
-            settings, self.fleet.pools, on_finish=self.observing.finished
+            settings, self.fleet.pools, on_finish=self.observing.onlookers.finished
         )
         self.link = make_link(settings)
         self.tls = make_tls(settings.server)
@@ -204,7 +204,7 @@ class Gateway:
         """Stop what runs beside the requests; a second call does nothing more."""
         for rewriter in self.rewriters.values():
             await rewriter.settle()
-        self.observing.settle()  # who is told may begin something that is stopped here
+        self.observing.onlookers.settle()  # who is told may begin something that is stopped here
         await self.misses.close()
         await self.worth.close()
         # The last one first: what goes over the link says goodbye before it closes.
@@ -274,7 +274,7 @@ class Gateway:
         tokenize = Tokenize(self.dispatcher, self.limits, self.tenancy)
         app = make_app(
             self.dispatcher,
-            observe=self.observing.observe,
+            observe=self.observing.onlookers.observe,
             limits=self.limits,
             rewriters=self.rewriters,
             extra_routes=tokenize.routes(),
@@ -296,7 +296,7 @@ class Gateway:
             self.worth.account,
             rewriters=self.rewriters,
             limits=self.limits,
-            on_finish=self.observing.warmed,
+            on_finish=self.observing.onlookers.warmed,
             is_mine=lambda pool, worker: (
                 self.exchange is None or self.exchange.is_first(pool, worker)
             ),

@@ -1,4 +1,4 @@
-"""What the console looks at: the parts of a gateway, none of which it changes."""
+"""What the console and all other onlookers look at: the parts of a gateway."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ if TYPE_CHECKING:
     from gateway.fleet.fleet import Fleet
     from gateway.fleet.sharing import Sharing
     from gateway.misses.report import MissReport
+    from gateway.replicas.load import LoadExchange
     from gateway.routing.dispatch import Dispatcher
+    from gateway.tenancy import Tenancy
+    from gateway.tenancy.exchange import BudgetExchange
     from gateway.warm.warmer import Warmer
     from gateway.worth.worth import Worth
 
     class Parts(Protocol):
-        """A whole gateway; ``sharing`` is None where its index is its own."""
+        """A whole gateway; what it shares with others is None where there are none."""
 
         fleet: Fleet
         dispatcher: Dispatcher
@@ -24,4 +27,7 @@ if TYPE_CHECKING:
         worth: Worth
         warmer: Warmer
         discovery: Discovery
+        tenancy: Tenancy
         sharing: Sharing | None
+        exchange: LoadExchange | None
+        spending: BudgetExchange | None

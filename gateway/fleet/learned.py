@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gateway.routing.outcome import Outcome, is_comparable
+from gateway.routing.outcome import OK
 
 if TYPE_CHECKING:
     from gateway.fleet.feed import Feed
@@ -25,7 +25,7 @@ def of_attempt(plan: Plan, ticket: Ticket, feed: Feed | None, parity: ParityChec
     """Tell a worker's feed and its check of tokens of an attempt that is over."""
     if parity is not None:
         parity.finished(plan, ticket)
-    if feed is None or ticket.outcome != Outcome.OK:
+    if feed is None or ticket.outcome is not OK:
         return
     if plan.prompt is not None and plan.prompt.num_tokens >= feed.announced_tokens:
         is_salted = bool(plan.inbound.cache_salt)
@@ -34,5 +34,5 @@ def of_attempt(plan: Plan, ticket: Ticket, feed: Feed | None, parity: ParityChec
     # Workers that never report any are not asked to report many.
     if observed is None or not ticket.worker.reports_cached:
         return
-    if is_comparable(plan.inbound.body):
+    if plan.is_comparable:
         feed.saw_hit(predicted_tokens=ticket.predicted_hit_tokens, observed_tokens=observed)

@@ -17,7 +17,7 @@ import structlog
 
 from gateway.fleet.probes import PROBES
 from gateway.fleet.worker_tokens import ask_tokens, can_ask
-from gateway.routing.ticket import Outcome
+from gateway.routing.outcome import OK
 from prefix_index.chat import TemplateRefusedError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class ParityCheck:
 
     def finished(self, plan: Plan, ticket: Ticket) -> None:
         """Take note of an attempt that is over; O(1)."""
-        if plan.prompt is None or ticket.outcome is not Outcome.OK:
+        if plan.prompt is None or ticket.outcome is not OK:
             return
         if plan.num_tokens <= MAX_LIVE_TOKENS:
             self._live = plan

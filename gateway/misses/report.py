@@ -22,7 +22,7 @@ from gateway.misses.known import Known, num_messages
 from gateway.misses.locate import Place
 from gateway.misses.memory import Memory
 from gateway.misses.tally import Loss, Tally
-from gateway.routing.outcome import Outcome
+from gateway.routing.outcome import OK
 from prefix_index.blocks import usable_blocks
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class MissReport:
             at_s: When it was over; None = now.
         """
         prompt = plan.prompt
-        if prompt is None or ticket.outcome is not Outcome.OK:
+        if prompt is None or ticket.outcome is not OK:
             return
         body = plan.inbound.body
         num_blocks = usable_blocks(prompt.num_tokens, prompt.block_size)

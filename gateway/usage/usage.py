@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gateway.routing.cost import prefill_s
-from gateway.routing.ticket import Outcome
+from gateway.routing.outcome import OK
 from gateway.usage.account import UsageAccount
 from gateway.usage.cache_value import CacheValues
 from gateway.usage.document import usage_document
@@ -63,7 +63,7 @@ class Usage:
 
     def finished(self, plan: Plan, ticket: Ticket) -> None:
         """Take note of an attempt that is over. A few microseconds; never raises."""
-        if ticket.outcome is not Outcome.OK:
+        if ticket.outcome is not OK:
             return
         self.hints.add(plan)
         saved_s = saved_by_hit_s(plan, ticket)

@@ -88,6 +88,8 @@ class Warmer:
         )
         self._fleet = fleet
         self._account = account
+        self._clock = clock
+        self._user_seen_s: dict[str, float] = {}
         self._parts = Parts(
             dispatcher,
             fleet,
@@ -99,7 +101,7 @@ class Warmer:
             clock,
             clock_unix,
             self._keep,
-            user_seen_s={},
+            self._user_seen_s,
         )
         self.keeper = Keeper(self._parts, self.store, account, self._configs, is_mine)
         self._runs: deque[Run] = deque(maxlen=MAX_RUNS)
@@ -118,7 +120,7 @@ class Warmer:
             ticket: Of the attempt.
             shared_tokens: Leading tokens that had been computed before.
         """
-        self._parts.user_seen_s[ticket.worker.id] = self._parts.clock()
+        self._user_seen_s[ticket.worker.id] = self._clock()
         hit_tokens = self.warmed.hit(plan, ticket)
         if hit_tokens:
             self.counts.hit_tokens[ticket.worker.id] += hit_tokens
@@ -129,7 +131,7 @@ class Warmer:
         """Forget a worker that left for good."""
         self.counts.forget_worker(worker_id)
         self.keeper.forget_worker(worker_id)
-        self._parts.user_seen_s.pop(worker_id, None)
+        self._user_seen_s.pop(worker_id, None)
 
     async def make_run(self, order: Order, emit: Emit) -> Run:
         """Make a run; the caller runs it. Only one sends at a time.

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gateway.routing.cost import prefill_s
-from gateway.routing.ticket import Outcome
+from gateway.routing.outcome import OK
 from gateway.telemetry.decision_log import hashed_key
 from gateway.worth.advice import separate_pools
 from gateway.worth.group import WINDOW_S, Group, Use
@@ -74,7 +74,7 @@ class WorthAccount:
         Returns:
             Leading tokens of its prompt that had been computed before, in whole grains.
         """
-        if ticket.outcome is not Outcome.OK or plan.prompt is None:
+        if ticket.outcome is not OK or plan.prompt is None:
             return 0
         now_s = self._clock()
         prompt = plan.prompt
@@ -88,12 +88,10 @@ class WorthAccount:
             tier = self._tiers[plan.pool.name] = Tier()
         tier.observe(candidate, candidate.model)
         use = self._use(plan, ticket, candidate, candidate.model, shared, now_s)
-        group = None
-        for group in self._groups_of(plan, now_s):
-            group.add(use, now_s)
-        if shared and group is not None:  # the last one is the document's
-            group.shared_end = prompt.block_hashes[shared // prompt.block_size - 1]
-            group.shared_end_tokens = shared
+        document = self._add(plan, use, now_s)
+        if shared:
+            document.shared_end = prompt.block_hashes[shared // prompt.block_size - 1]
+            document.shared_end_tokens = shared
         return shared
 
     def verdict(self, plan: Plan) -> Verdict:
@@ -219,17 +217,21 @@ class WorthAccount:
         shared: int,
         now_s: float,
     ) -> Use:
-        observed, predicted = ticket.observed_hit_tokens, ticket.predicted_hit_tokens
-        held = max(other.hit_tokens for other in ticket.decision.input.candidates)
-        held = max(held, predicted if observed is None else observed)
+        lost_tokens = 0
+        # Of a worker whose cache cannot be seen nothing is known to be lost.
+        if shared and plan.pool.is_readable(ticket.worker):
+            observed = ticket.observed_hit_tokens
+            held = ticket.predicted_hit_tokens if observed is None else observed
+            for other in ticket.decision.input.candidates:
+                held = max(held, other.hit_tokens)
+            lost_tokens = max(0, shared - held)
         limit = self._offload_limit(plan)
         offered = plan.num_tokens if limit is None else min(limit, plan.num_tokens)
         new_tokens = max(0, offered - shared)
         return Use(
             prompt_tokens=plan.num_tokens,
             shared_tokens=shared,
-            # Of a worker whose cache cannot be seen nothing is known to be lost.
-            lost_tokens=max(0, shared - held) if plan.pool.is_readable(ticket.worker) else 0,
+            lost_tokens=lost_tokens,
             recompute_s=prefill_s(model, shared, shared) if shared else 0.0,
             store_tokens=new_tokens,
             write_tokens=new_tokens * self._write_per_read(ticket.worker.id),
@@ -237,14 +239,18 @@ class WorthAccount:
             prefill_token_s=model.token_s,
         )
 
-    def _groups_of(self, plan: Plan, now_s: float) -> Iterator[Group]:
+    def _add(self, plan: Plan, use: Use, now_s: float) -> Group:
+        """Add a request to the sums of its pool, tenant and document; return the document's."""
         pool, tenant, key = plan.pool.name, plan.inbound.tenant, plan.key
-        if pool not in self._pools:
-            self._pools[pool] = Group(now_s)
-        yield self._pools[pool]
+        whole = self._pools.get(pool)
+        if whole is None:
+            whole = self._pools[pool] = Group(now_s)
+        whole.add(use, now_s)
         if tenant:
-            yield self._tenants.use(pool, tenant, now_s, tenant=tenant)
-        yield self._documents.use(pool, key.ring_key, now_s, tenant=tenant, kind=key.kind)
+            self._tenants.use(pool, tenant, now_s, tenant=tenant).add(use, now_s)
+        document = self._documents.use(pool, key.ring_key, now_s, tenant=tenant, kind=key.kind)
+        document.add(use, now_s)
+        return document
 
     def _listed(self, now_s: float) -> Iterator[dict[str, Any]]:
         """Yield the documents that reuse most, then per pool the sum of all others."""

@@ -32,11 +32,12 @@ class Hottest:
 
     def use(self, pool: str, name: str, now_s: float, *, tenant: str, kind: str = "") -> Group:
         """Return a group to add to; the one that was not used for longest leaves for a new one."""
-        group = self._groups.get((pool, name))
+        key = pool, name
+        group = self._groups.get(key)
         if group is not None:
-            self._groups.move_to_end((pool, name))
+            self._groups.move_to_end(key)
             return group
-        group = self._groups[pool, name] = Group(now_s, tenant=tenant, kind=kind)
+        group = self._groups[key] = Group(now_s, tenant=tenant, kind=kind)
         if len(self._groups) > self._max_groups:
             (old_pool, _), coldest = self._groups.popitem(last=False)
             if old_pool not in self.rest:

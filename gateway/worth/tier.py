@@ -46,7 +46,7 @@ class Tier:
             self._tokens = _KEEP * self._tokens + restored
             self._seconds = _KEEP * self._seconds + restore_link_s(model, c)
             self.rate = Rate(self._tokens / self._seconds, self._num_restores >= MIN_RESTORES)
-        elif not self._num_restores:
+        elif not self._num_restores and self.rate.tokens_per_s != model.restore_cpu_tokens_per_s:
             self.rate = Rate(model.restore_cpu_tokens_per_s, is_measured=False)
 
 

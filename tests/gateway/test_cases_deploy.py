@@ -53,7 +53,7 @@ async def test_a_flood_of_tenants_documents_models_and_sessions_makes_no_series(
         await asyncio.gather(*map(ask, range(100, 300)))
         for number in range(FLOOD):
             named = f"flood-{number}"
-            gw.gateway.observing.observe(
+            gw.gateway.observing.onlookers.observe(
                 RequestRecord(
                     named, "chat", tenant=named, pool="chat", model=named, worker="w0",
                     outcome="ok", reason="least_load", prompt_tokens=9, observed_hit_tokens=0,

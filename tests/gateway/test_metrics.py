@@ -90,7 +90,7 @@ async def test_a_live_gateways_metrics_satisfy_promtool() -> None:
         serving(engine, tenants=[T1 | {"key_env": None, "requests_per_min": 9}]) as gw,
     ):
         await gw.post(CHAT, asking(), bearer("any"))
-        gw.gateway.observing.observe(record(pool="chat", trace_id=TRACE))
+        gw.gateway.observing.onlookers.observe(record(pool="chat", trace_id=TRACE))
         watch = gw.gateway.fleet.watches["w0"]
         await poll_until(lambda: watch.scrape.kv_usage is not None)
         async with gw.session.get(gw.url + "/metrics") as response:
@@ -184,7 +184,7 @@ async def test_a_workers_figures_have_typed_twins_and_leave_with_it() -> None:
         await poll_until(lambda: fleet.watches["w0"].scrape.kv_usage is not None)
         await poll_until(lambda: fleet.watches["w1"].checked.is_set())
         for worker in ("w0", "w1"):
-            gw.gateway.observing.observe(
+            gw.gateway.observing.onlookers.observe(
                 record(pool="chat", worker=worker, completion_tokens=24, source="store",
                        pull_tokens=9, predicted_ttft_s=0.1)
             )  # fmt: skip
