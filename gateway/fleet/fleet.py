@@ -191,13 +191,18 @@ class Fleet:
 
     def observe(self, record: RequestRecord) -> None:
         """Learn from a finished request which workers owe us events."""
-        learned.of_record(record, self.feeds.get(record.worker))
+        feed = self.feeds.get(record.worker)
+        if feed is not None:
+            learned.of_record(record, feed)
 
     def finished(self, plan: Plan, ticket: Ticket) -> None:
         """Take note of an attempt that is over; the dispatcher's ``on_finish``."""
         worker_id = ticket.worker.id
-        feed, parity = self.feeds.get(worker_id), self.parities.get(worker_id)
-        learned.of_attempt(plan, ticket, feed, parity)
+        parity, feed = self.parities.get(worker_id), self.feeds.get(worker_id)
+        if parity is not None:
+            parity.finished(plan, ticket)
+        if feed is not None:
+            learned.of_attempt(plan, ticket, feed)
 
     def follow(
         self,

@@ -1,4 +1,4 @@
-"""What a finished request tells of its worker's events and tokens."""
+"""What a finished request tells of its worker's events."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ from gateway.routing.outcome import OK
 
 if TYPE_CHECKING:
     from gateway.fleet.feed import Feed
-    from gateway.fleet.parity import ParityCheck
     from gateway.routing.dispatch import Plan, Ticket
     from gateway.telemetry.record import RequestRecord
 
 
-def of_record(record: RequestRecord, feed: Feed | None) -> None:
+def of_record(record: RequestRecord, feed: Feed) -> None:
     """Tell a worker's feed of a request that made blocks there, so that it owes us events."""
-    if feed is None or record.outcome != "ok":
+    if record.outcome != "ok":
         return
     if record.prompt_tokens - (record.observed_hit_tokens or 0) > feed.announced_tokens:
         feed.saw_new_prompt(record.duration_s)
 
 
-def of_attempt(plan: Plan, ticket: Ticket, feed: Feed | None, parity: ParityCheck | None) -> None:
-    """Tell a worker's feed and its check of tokens of an attempt that is over."""
-    if parity is not None:
-        parity.finished(plan, ticket)
-    if feed is None or ticket.outcome is not OK:
+def of_attempt(plan: Plan, ticket: Ticket, feed: Feed) -> None:
+    """Tell a worker's feed of an attempt that is over: what it must announce, and what it hit."""
+    if ticket.outcome is not OK:
         return
     if plan.prompt is not None and plan.prompt.num_tokens >= feed.announced_tokens:
         is_salted = bool(plan.inbound.cache_salt)

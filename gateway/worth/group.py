@@ -32,7 +32,8 @@ class Rate(NamedTuple):
     is_measured: bool
 
 
-@dataclass(frozen=True, slots=True)
+# Its constructor is written out, since one that a dataclass makes itself is not compiled.
+@dataclass(slots=True, init=False)
 class Use:
     """One finished request, priced with the constants of the worker that served it.
 
@@ -55,6 +56,26 @@ class Use:
     write_tokens: float
     eviction_s: float
     prefill_token_s: float
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        shared_tokens: int,
+        lost_tokens: int,
+        recompute_s: float,
+        store_tokens: int,
+        write_tokens: float,
+        eviction_s: float,
+        prefill_token_s: float,
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.shared_tokens = shared_tokens
+        self.lost_tokens = lost_tokens
+        self.recompute_s = recompute_s
+        self.store_tokens = store_tokens
+        self.write_tokens = write_tokens
+        self.eviction_s = eviction_s
+        self.prefill_token_s = prefill_token_s
 
 
 class Group:
