@@ -264,12 +264,13 @@ class Index:
 
     def holds(self, worker: str, block: BlockHash, tier: Tier | None = None) -> bool:
         """Say whether a worker has a copy of a block in a tier, or in any, visible or not."""
-        holder = self._workers.get(worker)
-        if holder is None:
-            return False
-        view = self._view
-        copies = view.states.copies(view.blocks.state[view.blocks.find(block)], holder.bit)
+        copies = self.copies(worker, block)
         return (count(copies, tier) if tier else copies) > 0
+
+    def sees(self, worker: str, block: BlockHash) -> bool:
+        """Say whether a worker has a copy of a block and of all blocks before it."""
+        holder = self._workers.get(worker)
+        return holder is not None and self._view.is_visible(holder, self._view.blocks.find(block))
 
     def parent(self, worker: str, block: BlockHash) -> BlockHash | None:
         """Return the parent of a block that the worker holds."""
@@ -292,10 +293,6 @@ class Index:
             yield from found
             if not cursor:
                 return
-
-    def blocks(self, worker: str) -> list[BlockHash]:
-        """Return every block that a worker holds, in no order; reads the whole view at once."""
-        return [block for block, _, _ in self.entries(worker)]
 
     def page(
         self, worker: str, cursor: int, max_slots: int

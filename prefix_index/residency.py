@@ -63,7 +63,7 @@ class Residency:
             self._queue(slot)
             return
         end = len(hashes) - 1
-        held = bisect_left(hashes, 1, hi=end, key=lambda block: not self._is_held(block))
+        held = bisect_left(hashes, 1, hi=end, key=lambda block: not self._is_reached(block))
         if held:
             parent = hashes[held - 1]
         new = list(hashes[held:])
@@ -93,23 +93,25 @@ class Residency:
         self._version = -1
 
     def _held_end(self, block: BlockHash) -> int:
-        """Return the slot of a chain's end that the model and the index hold, else 0.
-
-        The index may have lost an end to feedback or to its own bound, never a middle.
-        """
+        """Return the slot of a chain's end if the model and the index have all of it, else 0."""
         if self._index.version != self._version:
             self._version = self._index.version
             self._ends.clear()
         slot = self._ends.get(block, 0)
-        if not slot and self._is_held(block):
+        if not slot and self._is_reached(block):
             slot = self._ends[block] = self._blocks.find(block)
         return slot
 
     def _is_modelled(self, block: BlockHash) -> bool:
         return self._blocks.state[self._blocks.find(block)] >= _HELD
 
-    def _is_held(self, block: BlockHash) -> bool:
-        return self._is_modelled(block) and self._index.holds(self._worker, block, "gpu")
+    def _is_reached(self, block: BlockHash) -> bool:
+        """Say whether the model and the index have a block and all before it.
+
+        The index may have lost blocks to feedback or to its own bound, also in the middle: those
+        of a prompt that this one goes on from.
+        """
+        return self._is_modelled(block) and self._index.sees(self._worker, block)
 
     def _use(self, block: BlockHash) -> None:
         slot = self._blocks.find(block)
@@ -129,8 +131,8 @@ class Residency:
             if blocks.state[slot] == EMPTY:
                 blocks.state[slot] = _HELD
                 self._num_blocks += 1
-        # One copy each, whatever the index lost meanwhile: behind the first block it lacks there
-        # are only blocks it lacks, or others' ends that it hid.
+        # One copy each, whatever the index lost meanwhile: behind the first block it lacks it may
+        # still have some, which nobody sees.
         if not any(index.holds(worker, block, "gpu") for block in new):
             index.store(worker, new, parent)
             return

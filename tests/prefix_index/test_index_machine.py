@@ -90,7 +90,7 @@ class Unbounded(RuleBasedStateMachine):
             entries = list(self.index.entries(worker))
             assert len(entries) == len(held)
             assert set(entries) == {(block, PARENTS[block], held[block]) for block in held}
-            assert set(self.index.blocks(worker)) == held.keys()
+            assert {block for block, _, _ in self.index.entries(worker)} == held.keys()
             for block in BLOCKS:
                 assert self.index.copies(worker, block) == held.get(block, 0)
                 expected = PARENTS[block] if block in held else None
@@ -167,7 +167,7 @@ class Bounded(RuleBasedStateMachine):
     @invariant()
     def only_leaves_of_workers_with_more_than_their_share_went(self) -> None:
         for worker, before in self.held.items():
-            now = set(self.index.blocks(worker))
+            now = {block for block, _, _ in self.index.entries(worker)}
             assert now <= before
             for block in before - now:
                 assert not any(PARENTS[child] == block for child in now)

@@ -66,6 +66,20 @@ def test_an_observation_corrects_the_model_until_the_next_request_restores_it() 
     assert hit(index, chain(1, 2, 3, 4)) == 4
 
 
+def test_a_chain_that_lost_its_middle_to_a_shorter_one_is_filled_up_again() -> None:
+    index = Index(B)
+    residency = Residency(index, "w", 100)
+    residency.touch(chain(1, 2, 3, 4), ROOT)
+    index.shorten("w", chain(1, 2), 1)
+
+    assert hit(index, chain(1, 2, 3, 4)) == 1
+
+    residency.touch(chain(1, 2, 3, 4), ROOT)
+
+    assert hit(index, chain(1, 2, 3, 4)) == 4
+    assert index.num_blocks == 4
+
+
 def test_a_restart_forgets_everything() -> None:
     index = Index(B)
     residency = Residency(index, "w", 3)
