@@ -192,6 +192,10 @@ def _quickest(candidates: list[Candidate], positions: Sequence[int]) -> tuple[fl
     token_s = attention_s = inf
     for i in positions:
         model = candidates[i].model
-        if model is not None:  # none is missing: these are prices in seconds
-            token_s, attention_s = min(token_s, model.token_s), min(attention_s, model.attention_s)
+        if model is None:  # none is missing: these are prices in seconds
+            continue
+        if model.token_s < token_s:
+            token_s = model.token_s
+        if model.attention_s < attention_s:
+            attention_s = model.attention_s
     return token_s, attention_s
