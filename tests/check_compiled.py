@@ -23,9 +23,10 @@ from tests.compiled_parts import COMPILED, PACKAGES, REPOSITORY, module_name
 CHOSEN = {
     "tests/gateway": (
         "anthropic* api_openai bodies body books* cases_[!d]* cost deadline dispatch* faults "
-        "fault_matrix framing front gate* health http include_usage limits misses outbound pool "
-        "prices prompt_segments proxy* resilience ring rollout routes* routing smuggling splice "
-        "sse surfaces telemetry tenancy traces upstream usage worth*"
+        "fault_matrix framing front gate* health http include_usage keep_warm limits misses "
+        "observing outbound parity pool prices prompt_segments proxy* resilience rewrite* ring "
+        "rollout routes* routing smuggling splice sse surfaces telemetry tenancy traces upstream "
+        "usage worth*"
     ),
     "tests/prefix_index": (
         "anchors blocks index* ingest* memo prompts* residency segments tokens volatile"
