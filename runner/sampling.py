@@ -76,12 +76,13 @@ def _draw(logits: torch.Tensor, likeliest: int, draw: Draw) -> Drawn:
 def _draw_random(logits: torch.Tensor, draw: Draw) -> int:
     """Draw by inverting the cumulative distribution at one number of the sample's generator."""
     params = draw.params
-    # Relative to the maximum, so that a tiny temperature gives zeros, not infinities.
-    scaled = (logits - logits.max()) / params.temperature
     tokens = None
-    if 0 < params.top_k < scaled.shape[0]:
-        scaled, tokens = scaled.topk(params.top_k)
-    probabilities = torch.softmax(scaled, -1, dtype=torch.float64)
+    if 0 < params.top_k < logits.shape[0]:
+        logits, tokens = logits.topk(params.top_k)
+    # Relative to the maximum and in float64, where every temperature that is not 0 stays so: the
+    # smallest ones give zeros and minus infinities, no other values.
+    scaled = (logits - logits.max()).double() / params.temperature
+    probabilities = torch.softmax(scaled, -1)
     if params.top_p < 1:
         probabilities, kept = _nucleus(probabilities, params.top_p, is_sorted=tokens is not None)
         tokens = kept if tokens is None else tokens[kept]

@@ -52,10 +52,6 @@ def test_temperature_sharpens_the_draws() -> None:
     assert found[3] == pytest.approx(0.25 / (0.25 + 0.0625 + 0.0225 + 0.01), abs=0.03)
 
 
-def test_a_tiny_temperature_is_greedy_not_undefined() -> None:
-    assert draw(LOGITS * 50, temperature=1e-38).token_id == 3
-
-
 def test_top_k_keeps_the_k_likeliest_tokens() -> None:
     found = frequencies(top_k=2)
     assert set(found) == {3, 1}
@@ -72,6 +68,14 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p: float, kept: set[int
 def test_top_p_applies_after_top_k() -> None:
     # Among the two likeliest, 3 alone has two thirds.
     assert set(frequencies(1000, top_k=2, top_p=0.66)) == {3}
+
+
+@pytest.mark.parametrize("cuts", [{}, {"top_k": 2}, {"top_p": 0.9}])
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 1e-50, 5e-324])
+def test_a_tiny_temperature_takes_the_likeliest_token(
+    temperature: float, cuts: dict[str, float]
+) -> None:
+    assert set(frequencies(5, temperature=temperature, **cuts)) == {3}
 
 
 def test_a_wide_nucleus_reaches_beyond_the_first_candidates() -> None:
