@@ -21,6 +21,8 @@ CONNECT_S = 1.0
 # First and longest time in which a server that failed is not asked: a restart takes a second, and
 # a server that is away for an hour must not cost every request a connection attempt.
 MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
+# Silence for less says nothing of a server: whoever asked had hardly any time left.
+MIN_SILENCE_S = 0.01
 
 
 class Pause:
@@ -87,6 +89,8 @@ class Connections:
         """
         if self._pause.is_on:
             raise ConnectionError("the server was away and is left alone for a while")
+        if self._clock() >= deadline_s:
+            raise TimeoutError("the deadline has passed")
         if not self._slots.acquire(timeout=max(0.0, deadline_s - self._clock())):
             raise TimeoutError("all connections are busy")
         try:
@@ -111,16 +115,24 @@ class Connections:
         self._close_idle()
 
     def _connect(self, deadline_s: float) -> RespClient:
+        begun_s = self._clock()
         try:
-            return RespClient(
-                self._address, min(deadline_s, self._clock() + CONNECT_S), self._clock
-            )
+            return RespClient(self._address, min(deadline_s, begun_s + CONNECT_S), self._clock)
+        except TimeoutError:
+            self._note_silence(begun_s)
+            raise
         except (OSError, ReplyError):
             self._pause.failed()
             raise
 
+    def _note_silence(self, begun_s: float) -> None:
+        """Leave a server alone that said nothing since then, unless that is no time at all."""
+        if self._clock() - begun_s >= MIN_SILENCE_S:
+            self._pause.failed()
+
     def _run(self, client: RespClient, work: Callable[[RespClient], T]) -> T:
         client.has_answered = False
+        begun_s = self._clock()
         try:
             result = work(client)
         except ReplyError:
@@ -132,11 +144,15 @@ class Connections:
             # A fault of that value, not of the server.
             client.close()
             raise
-        except OSError as error:
+        except TimeoutError:
             client.close()
             # Late after it answered is slow, or a tight deadline; silent is away.
-            if not (isinstance(error, TimeoutError) and client.has_answered):
-                self._pause.failed()
+            if not client.has_answered:
+                self._note_silence(begun_s)
+            raise
+        except OSError:
+            client.close()
+            self._pause.failed()
             raise
         except BaseException:
             client.close()
