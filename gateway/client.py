@@ -99,6 +99,8 @@ def _call(method: str, base: str, path: str, body: object, token: str | None) ->
 
 def _refusal(status: int, where: str, message: str) -> ConnectionError:
     kind = NotThereError if status == 404 else ConnectionError
+    if status == 404 and message.startswith("No such path"):
+        message += " Admin paths are on server.admin_port, where one is set."
     return kind(f"{where}: {status}: {message}")
 
 

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from gateway.config import Settings
 from gateway.proxy.server import API
+from gateway.proxy.shape import in_shape
 from gateway.settings import ConfigError
 from gateway.sockets import listening
 from gateway.supervisor.child import SETTINGS_PATH, WINDOWS_PATH
@@ -88,7 +89,7 @@ class Operators:
             return
         app = web.Application(
             client_max_size=server.max_body_mb << 20,
-            middlewares=() if role is None else (as_from_peer,),
+            middlewares=(in_shape,) if role is None else (in_shape, as_from_peer),
         )
         app.add_routes(self._routes)
         runner = self._runner = web.AppRunner(app, access_log=None)

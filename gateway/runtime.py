@@ -62,7 +62,8 @@ def configure_logs(level: str) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
             told,
-            structlog.processors.JSONRenderer(),
+            # As the lines of requests, which are written by hand: one text finds both.
+            structlog.processors.JSONRenderer(separators=(",", ":")),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),

@@ -51,7 +51,10 @@ def commands(text: str) -> Iterator[list[str]]:
     lines = [line for _, block in BLOCK.findall(text) for line in block.splitlines()]
     for line in (*lines, *spans(text)):
         if found := re.match(r"(?:\$ )?(?:[\w/.]*/)?warmlane ([a-z].*)", line):
-            yield shlex.split(TALK.sub("", re.sub(r"(?<=[a-z]) +(?=[A-Z])", " ", found[1])))
+            words = re.sub(r"(?<=[a-z]) +(?=[A-Z])", " ", found[1])
+            # What the reader puts in.
+            words = re.sub(r"(?<=--gateway )(\$GATEWAY|URL)", "http://127.0.0.1:8080", words)
+            yield shlex.split(TALK.sub("", words))
 
 
 def parse(words: list[str]) -> None:

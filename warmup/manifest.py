@@ -194,7 +194,8 @@ def read_manifest(path: Path) -> Manifest:
             raise ManifestError(f"{name}: expected at most {MAX_MANIFEST_BYTES >> 20} MiB")
         text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ManifestError(f"{name}: cannot read the manifest: {error}") from error
+        why = getattr(error, "strerror", None) or "expected text in UTF-8"
+        raise ManifestError(f"{name}: cannot read the manifest: {why}") from error
     try:
         values, lines = load(text, name)
     except YamlError as error:

@@ -64,11 +64,14 @@ def load(text: str, name: str) -> tuple[dict[str, Any], dict[Location, str]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        raise YamlError(f"{name}{line}: not valid YAML: {error}".replace("\n", " ")) from error
+        what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+        indented = "; YAML is indented by spaces, not by tabs" if "'\\t'" in what else ""
+        raise YamlError(f"{name}{line}: not valid YAML: {what}{indented}") from error
     except (ValueError, RecursionError) as error:  # an integer of 5,000 digits; 1,000 brackets
         raise YamlError(f"{name}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
-        raise YamlError(f"{name}:1: expected a mapping, got {type(values).__name__}")
+        got = "nothing: the file is empty" if values is None else type(values).__name__
+        raise YamlError(f"{name}:1: expected a mapping, got {got}")
     return values, lines
 
 

@@ -24,7 +24,8 @@ WIDTH = 100
 HEAD = """# Command line
 
 Written by `python -m deploy.reference` from the commands themselves. Order of precedence: flag, \
-environment (`WARMLANE_`, `__` between levels; `WARMLANE_RUNNER__` for the runner), file, default. \
+environment (`WARMLANE_`, `__` between levels, lists as a whole; `WARMLANE_RUNNER__` for the \
+runner), file, default. \
 Data goes to stdout, talk and progress to stderr. Exit codes: 0 done, 1 failed, 2 usage, \
 3 partial, 130 interrupted.
 """

@@ -12,6 +12,7 @@ import orjson
 from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from gateway.proxy.shape import in_shape
 from gateway.supervisor.console import merge_console
 from gateway.supervisor.documents import merge_index, merge_misses, merge_workers, merge_worth
 from gateway.supervisor.exposition import merging, rendering
@@ -88,7 +89,7 @@ class Operations:
         Args:
             is_internal: Whether only this gateway's own processes can reach it.
         """
-        app = web.Application(client_max_size=self._max_body_bytes)
+        app = web.Application(client_max_size=self._max_body_bytes, middlewares=(in_shape,))
 
         async def admin(request: web.Request) -> web.StreamResponse:
             peer = request.headers.get(PEER_HEADER) if is_internal else request.remote

@@ -432,6 +432,9 @@ async def test_s08_a_worker_where_it_is_allowed_joins_and_leaves(
         assert (status, document["workers"][0]["id"]) == (201, "new")
         again, _, _ = await gw.post("/admin/v1/workers", {"url": url, "id": "new"})
         assert again == 400
+        twin, told, _ = await gw.post("/admin/v1/workers", {"url": url, "id": "twin"})
+        assert (twin, told["error"]["code"]) == (400, "worker_not_added")
+        assert "'new' is at" in told["error"]["message"]
         await poll_until(lambda: bool(network), what="it is asked how it is")
         async with gw.session.delete(gw.url + "/admin/v1/workers/new") as response:
             assert response.status == 200

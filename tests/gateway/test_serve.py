@@ -149,6 +149,10 @@ async def test_with_an_admin_port_operators_have_no_way_in_on_the_client_port() 
             path: [(await client.get(base + path)).status_code for base in (inside, outside)]
             for path in ("/metrics", "/admin/v1/workers", "/admin/v1/index", "/health/ready")
         }
+        refused = [
+            await client.request(method, inside + path)
+            for method, path in (("GET", "/nowhere"), ("PUT", "/metrics"), ("GET", "/v1/models"))
+        ]
         await listener.stop(1.0)
         await gateway.close()
 
@@ -159,6 +163,13 @@ async def test_with_an_admin_port_operators_have_no_way_in_on_the_client_port() 
         "/admin/v1/index": [200, 404],
         "/health/ready": [200, 200],
     }
+    assert [answer.status_code for answer in refused] == [404, 405, 404]
+    assert [answer.json()["error"]["message"] for answer in refused] == [
+        "No such path: GET /nowhere.",
+        "Method not allowed: PUT /metrics.",
+        "No such path: GET /v1/models; clients' paths are on server.port.",
+    ]
+    assert all(answer.headers["x-request-id"] for answer in refused)
 
 
 async def test_gateways_that_share_redis_see_each_others_load(valkey: Valkey) -> None:

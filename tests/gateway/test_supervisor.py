@@ -183,7 +183,9 @@ async def test_with_an_admin_port_operators_have_no_way_in_on_the_client_port(
             (await gw.get(path)).status_code
             for path in ("/metrics", "/admin/v1/workers", "/health/ready", "/health/live")
         ]
+        nowhere = await gw.get("/nowhere")
 
+    assert nowhere.json()["error"]["message"] == "No such path: GET /nowhere."
     assert outside == [404, 404, 404]
     assert inside == [200, 200, 200, 200]
 

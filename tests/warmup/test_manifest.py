@@ -60,7 +60,12 @@ def test_a_whole_manifest_is_read(tmp_path: Path) -> None:
         ("model: m\nmodel: n\n" + DOCUMENT + FRAME, "warm.yaml:2: model: stands twice"),
         ("model: [m\n", "not valid YAML"),
         ("- model\n", "warm.yaml:1: expected a mapping, got list"),
-        ("", "warm.yaml:1: expected a mapping, got NoneType"),
+        (
+            "model: m\nframe:\n\t- x\n",
+            "warm.yaml:3: not valid YAML: found character '\\t' that cannot start any "
+            "token; YAML is indented by spaces",
+        ),
+        ("", "warm.yaml:1: expected a mapping, got nothing: the file is empty"),
         ("model: m\n? [a]\n: 1\n", "warm.yaml:2: expected a text as key"),
         ("model: !!python/object:os.system x\n", "not valid YAML"),
         ("model: &a [*a]\n", "not valid YAML"),
