@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -265,3 +266,11 @@ def test_the_chart_names_its_version_and_the_project_s() -> None:
     metadata = chart().metadata
     pyproject = (CHART.parents[1] / "pyproject.toml").read_text()
     assert f'version = "{metadata["appVersion"]}"' in pyproject
+
+
+def test_values_shown_on_the_charts_page_can_be_installed_as_they_stand() -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+
+    assert len(blocks) > 1
+    for block in blocks:
+        assert render(yaml.safe_load(block))
