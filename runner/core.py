@@ -223,7 +223,7 @@ class EngineCore:
         except Exception as error:
             # The books may be half written: nothing in the pool can be trusted.
             _log.exception("bookkeeping failed, all requests end")
-            self._start_over(error)
+            self.start_over(error)
         self._publish_events()
 
     def _step(self) -> None:
@@ -252,7 +252,7 @@ class EngineCore:
             for lease in self._leases.sweep(now_s):
                 _log.warning("%s of %s was not ended by its owner", lease.reason, lease.owner)
 
-    def _start_over(self, error: Exception) -> None:
+    def start_over(self, error: Exception) -> None:
         """Forget every block of every tier and end all requests.
 
         Blocks that a transfer thread still reads or writes stay out of use until it is done.

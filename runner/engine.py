@@ -8,6 +8,7 @@ thread may have them.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,16 @@ if TYPE_CHECKING:
 
 # An answer waits for the step in progress; a prefill chunk on a slow CPU takes seconds.
 _ANSWER_TIMEOUT_S = 60.0
+
+# A turn that takes longer will not end: the longest are a prefill chunk of a large model on a slow
+# CPU, and the first step of a GPU, whose kernels are compiled then.
+_MAX_TURN_S = 180.0
+
+# Turns in a row that fail outside of a step before the engine is given up: what fails so often
+# would fail for ever, as fast as the thread can turn.
+_MAX_FAILED_TURNS = 3
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -79,6 +90,9 @@ class Engine:
         self._is_stopping = False
         self._num_submitted = 0
         self._num_accepted = 0
+        self._num_failed_turns = 0
+        # When the turn under way began to compute or decide; None while the thread sleeps.
+        self._turn_s: float | None = None
         self._published = (self._core.stats(), 0)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -132,6 +146,15 @@ class Engine:
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one sample of it, before the next step; unknown ids are ignored."""
         self._inbox.put(lambda: self._core.abort(request_id, index))
+
+    def fault(self) -> str | None:
+        """Return why no request can be answered any more; None while the engine is well."""
+        if self._thread.ident is not None and not self._thread.is_alive():
+            return "the engine has ended"
+        begun_s = self._turn_s
+        if begun_s is not None and self._clock() - begun_s > _MAX_TURN_S:
+            return f"the engine has not come back from a step for more than {_MAX_TURN_S:g} s"
+        return None
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False while requests hold blocks, and after ``stop``."""
@@ -225,30 +248,52 @@ class Engine:
 
     def _run(self) -> None:
         with self._books:
-            while not self._is_stopping:
-                self._read_inbox()
-                self._publish()
-                if self._core.has_work or self._core.needs_turns:
-                    self._core.step()
-                    self._publish()
+            try:
+                while not self._is_stopping:
+                    self._turn()
+            finally:
+                self._is_stopping = True
+                self._turn_s = None
             # Only aborts are put after the flag: what is read here is the rest.
             while not self._inbox.empty():
                 self._inbox.get()()
             self._core.close()
             self._publish()
 
+    def _turn(self) -> None:
+        """Read the inbox and compute a step; what fails outside of the step ends all requests."""
+        try:
+            self._read_inbox()
+            self._publish()
+            if self._core.has_work or self._core.needs_turns:
+                self._core.step()
+                self._publish()
+        except Exception as error:
+            self._num_failed_turns += 1
+            _log.exception("a turn of the engine failed, all requests end")
+            self._core.start_over(error)
+            if self._num_failed_turns == _MAX_FAILED_TURNS:
+                _log.critical("the engine ends: %d turns in a row failed", _MAX_FAILED_TURNS)
+                self._is_stopping = True
+        else:
+            self._num_failed_turns = 0
+
     def _read_inbox(self) -> None:
         """Run the commands that have arrived; with nothing to compute, wait for one."""
         sleep_s = self._core.sleep_s()
         if sleep_s != 0:
             begun_s = self._clock()
+            self._turn_s = None
             try:
                 with self._leaving_books():
                     command = self._inbox.get(timeout=sleep_s)
             except Empty:
                 command = _look_around
-            self._core.note_sleep(self._clock() - begun_s)
+            self._turn_s = self._clock()
+            self._core.note_sleep(self._turn_s - begun_s)
             command()
+        else:
+            self._turn_s = self._clock()
         while not self._inbox.empty():
             self._inbox.get()()
 

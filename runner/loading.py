@@ -145,14 +145,15 @@ class Loader:
 
     def drop(self, sequence: Sequence) -> None:
         """Give up a sequence's load or look-up; blocks being written stay LOADING until its end."""
-        if sequence.load_state in (LoadState.PENDING, LoadState.LOADING):
-            self._tiers.cancel(sequence.owner)
-        if sequence.load_state is LoadState.LOADING:
+        state, sequence.load_state = sequence.load_state, LoadState.UNASKED
+        if state is LoadState.LOADING:
             self.sequences.remove(sequence)
             for load in self._loads.values():
                 if load.sequence is sequence:
                     load.sequence = None
-        sequence.load_state = LoadState.UNASKED
+        # Last, so that a sequence is given up even where the tiers fail.
+        if state in (LoadState.PENDING, LoadState.LOADING):
+            self._tiers.cancel(sequence.owner)
 
     def note_admission(self, sequence: Sequence, now_s: float) -> None:
         """Tell the tiers what a sequence that has just got its blocks uses of the pool."""

@@ -26,7 +26,7 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def health(request: web.Request) -> web.Response:
-    """Answer 200 while requests are taken; 503 while draining."""
+    """Answer 200 while requests are taken; 503 while draining, or with an engine past help."""
     service_of(request).check_open()
     return web.Response()
 

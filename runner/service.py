@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 # Below this a tokenization is shorter than handing it to a thread (about 0.1 ms).
 INLINE_CHARS = 2_000
 
-# What a client should wait while this process drains: another worker is free sooner.
-DRAIN_RETRY_AFTER_S = 1
+# What a client should wait while this process drains or has to be replaced: another worker is free
+# sooner.
+RETRY_AFTER_S = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class Service:
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:
-        """Count a request as in flight while the block runs; refused while draining.
+        """Count a request as in flight while the block runs; refused as by ``check_open``.
 
         Raises:
             ApiError: 503.
@@ -174,17 +175,19 @@ class Service:
         return f"r{next(self._numbers)}"
 
     def check_open(self) -> None:
-        """Refuse new work while draining.
+        """Refuse new work while draining, and when the engine cannot do it any more.
 
         Raises:
             ApiError: 503.
         """
+        if (fault := self.engine.fault()) is not None:
+            raise ApiError(503, fault, code="engine_unavailable", retry_after_s=RETRY_AFTER_S)
         if self.is_draining:
             raise ApiError(
                 503,
                 "this runner is shutting down",
                 code="shutting_down",
-                retry_after_s=DRAIN_RETRY_AFTER_S,
+                retry_after_s=RETRY_AFTER_S,
             )
 
     def adapter_of(self, name: str | None) -> str:

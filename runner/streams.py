@@ -42,6 +42,9 @@ class EngineLike(Protocol):
     def stats(self) -> EngineStats:
         """Return the figures of this moment."""
 
+    def fault(self) -> str | None:
+        """Return why no request can be answered any more; None while it is well."""
+
     def decisions(self) -> list[dict[str, object]]:
         """Return the last decisions about loads; may wait for a step."""
 

@@ -18,6 +18,7 @@ class ScriptedEngine:
     requests: list[EngineRequest] = field(default_factory=list)
     aborted: list[tuple[str, int | None]] = field(default_factory=list)
     refusal: Exception | None = None
+    failure: str | None = None
 
     def submit(self, request: EngineRequest) -> None:
         if self.refusal is not None:
@@ -32,6 +33,9 @@ class ScriptedEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(0, 0, 4, 4, 0, 0, 16, 100, 0, 0, 0, 0, 0, 0)
+
+    def fault(self) -> str | None:
+        return self.failure
 
     def decisions(self) -> list[dict[str, object]]:
         return []

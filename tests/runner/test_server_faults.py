@@ -215,6 +215,21 @@ async def test_an_engine_that_cannot_take_a_request_is_a_500_without_inner_detai
     assert service.is_idle.is_set()
 
 
+async def test_with_an_engine_past_help_the_runner_is_not_healthy_and_refuses_requests(
+    http: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.failure = "the engine has ended"
+    for answer in (await http.get("/health"), await http.post("/v1/chat/completions", json=HI)):
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "engine_unavailable"
+        assert "has ended" in answer.json()["error"]["message"]
+    assert not engine.requests
+
+    engine.failure = None
+    assert (await http.get("/health")).status_code == 200
+
+
 async def test_while_draining_new_requests_are_refused_and_running_ones_finish(
     engine: ScriptedEngine, service: Service, http: httpx.AsyncClient
 ) -> None:

@@ -363,7 +363,7 @@ def test_damaged_books_leave_blocks_that_are_still_written_out_of_use(world: Wor
     world.driver.core._pool._books.references[0] += 1
     with pytest.raises(AssertionError):
         world.driver.core.check()
-    world.driver.core._start_over(RuntimeError("books are damaged"))
+    world.driver.core.start_over(RuntimeError("books are damaged"))
     world.driver.core._publish_events()
     world.driver.check()
 
