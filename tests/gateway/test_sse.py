@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.protocols.events import events, events_from_last
 from gateway.proxy.sse import MAX_HELD_BYTES, StreamObserver, usage_in_body
 from gateway.routing.dispatch import Usage
 from tests.fakes.engine import DONE, FINISH, ROLE, content, event, usage
@@ -160,3 +161,11 @@ def test_an_event_larger_than_the_bound_is_passed_on_in_parts() -> None:
 )
 def test_usage_of_a_complete_answer(body: bytes, expected: Usage | None) -> None:
     assert usage_in_body(body) == expected
+
+
+@given(
+    st.lists(st.sampled_from([b"data: a", b"data:", b": c", b"id: 1", b"x", b"\n", b"\r", b"\n\n"]))
+)
+def test_events_from_the_last_one_on_are_the_same_events(pieces: list[bytes]) -> None:
+    data = b"".join(pieces)
+    assert list(events_from_last(data)) == list(events(data))[::-1]
