@@ -98,6 +98,9 @@ class Listing:
             log.info("discovery_works_again", pool=self.pool)
             self._said = ""
         self.succeeded_unix_s = self._clock_unix()
+        if not found and not bad and self.found != ():
+            # Nothing failed, and yet it is what a typing error in a name or label looks like.
+            log.warning("discovery_found_nobody", pool=self.pool)
         self._use(tuple(found), bad or {})
 
     def failed(self, reason: str) -> None:

@@ -68,6 +68,8 @@ class Watch:
         self._clock = clock
         self._scraped_s = float("-inf")
         self._knew_usage = True
+        # Why the last check that failed did.
+        self._reason = ""
 
     async def run(self) -> None:
         """Check until cancelled."""
@@ -75,17 +77,25 @@ class Watch:
             was_ready = self._workers[0].health.ready
             healthy = await self._check()
             if was_ready != self._workers[0].health.ready:
-                log.warning("worker_ready", worker=self.name, ready=not was_ready)
+                self._say_ready(not was_ready)
             if healthy and self._clock() - self._scraped_s >= SCRAPE_EVERY_S:
                 await self._scrape()
             self.checked.set()
             await asyncio.sleep(CHECK_EVERY_S)
+
+    def _say_ready(self, is_ready: bool) -> None:
+        told = {"worker": self.name, "ready": is_ready, "url": self._workers[0].url}
+        if is_ready:
+            log.info("worker_ready", **told)
+        else:
+            log.warning("worker_ready", **told, reason=self._reason)
 
     async def _check(self) -> bool:
         health = self._workers[0].health
         try:
             status, _ = await self._get("/health", CHECK_DEADLINE_S)
         except UpstreamError as error:
+            self._reason = str(error)
             health.check_failed(
                 self._clock(),
                 timed_out=not isinstance(error, ConnectFailed),
@@ -98,6 +108,7 @@ class Watch:
             return False
         # Some OpenAI servers have no such path; any answer but a server error means alive.
         if status >= 500:
+            self._reason = f"/health answered {status}"
             health.check_failed(self._clock(), timed_out=False, is_streaming=False)
             return False
         health.check_succeeded(self._clock())

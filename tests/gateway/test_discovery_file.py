@@ -8,9 +8,12 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+from structlog.testing import capture_logs
 
+from gateway.config import WorkerConfig
 from gateway.config.discovery import FileDiscovery
 from gateway.discovery.from_file import FileError, FileSource, read_workers
+from gateway.discovery.listing import Found
 from tests.gateway.discovery_parts import Told
 from tests.support import poll_until
 
@@ -126,3 +129,13 @@ def test_a_huge_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path.write_text(TWO * 10)
     with pytest.raises(FileError, match="expected at most"):
         read_workers(str(path))
+
+
+def test_that_nobody_is_found_is_said_once_until_somebody_was() -> None:
+    told, one = Told().listing, [Found(WorkerConfig(id="w1", url="http://127.0.0.1:1"))]
+    with capture_logs() as lines:
+        for answer in ([], [], one, one, [], []):
+            told.told(answer)
+        told.told([], {"w1": "no port"})
+
+    assert [line["event"] for line in lines] == ["discovery_found_nobody"] * 2

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
+from structlog.testing import capture_logs
 
 from gateway.fleet.watch import Watch
 from gateway.proxy.deadline import HEADER
@@ -392,6 +393,37 @@ async def test_no_clients_request_is_risked_on_a_worker_whose_check_fails() -> N
         await asyncio.gather(watching, return_exceptions=True)
 
     assert {record.outcome for record in gw.records} == {"ok"}
+
+
+@pytest.mark.parametrize("fault", ["nobody there", "an error"])
+async def test_a_worker_that_is_not_ready_is_logged_with_address_and_reason(fault: str) -> None:
+    is_well = False
+
+    def respond(_: Seen) -> Script:
+        return answer(b"", 200 if is_well else 503)
+
+    async with RawEngine(respond) as engine:
+        url = engine.url if fault == "an error" else f"http://127.0.0.1:{free_port()}"
+        worker = make_worker("w0", url)
+        assert worker.upstream is not None
+
+        async def nothing(_: object) -> None: ...
+
+        watch = Watch("w0", [worker], worker.upstream, on_epoch=lambda: None, on_alive=nothing)
+        with capture_logs() as lines:
+            watching = asyncio.create_task(watch.run())
+            await poll_until(lambda: bool(lines))
+            is_well = True
+            if fault == "an error":
+                await poll_until(lambda: len(lines) > 1)
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    expected = "/health answered 503" if fault == "an error" else url.removeprefix("http://")
+    assert (lines[0]["log_level"], lines[0]["url"]) == ("warning", url)
+    assert expected in lines[0]["reason"]
+    again = [line["log_level"] for line in lines[1:] if line["event"] == "worker_ready"]
+    assert again == ["info"] * (fault == "an error")
 
 
 # Drain
