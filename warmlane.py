@@ -16,6 +16,7 @@ OWNERS = {
     "doctor": "gateway",
     "workers": "gateway",
     "replay": "gateway",
+    "bench": "gateway",
     "config": "gateway",
     "runner": "runner",
     "warmup": "warmup",
@@ -34,6 +35,7 @@ USAGE = """usage: warmlane COMMAND [OPTIONS]
   workers    list, add, drain or remove workers of a running gateway
   warmup     make documents warm before their users come, and prove it
   replay     play a trace or a decision log on a simulated fleet, and compare policies
+  bench      send questions about documents and say what clients see
   config     check, show or describe the configuration
 
 `warmlane COMMAND --help` tells more; `warmlane --version` prints the version.

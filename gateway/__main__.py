@@ -108,6 +108,53 @@ def demo(
 
 
 @app.command()
+def bench(
+    model: Annotated[
+        str | None, typer.Option(help="Model to ask for; left out where there is one.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 64,
+    documents: Annotated[
+        int, typer.Option(min=1, help="Documents they are about, popular ones more often.")
+    ] = 8,
+    words: Annotated[int, typer.Option(min=1, help="Words of a document.")] = 1000,
+    concurrency: Annotated[int, typer.Option(min=1, help="Clients that ask at a time.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 16,
+    seed: Annotated[
+        int | None, typer.Option(help="The same one asks the same; new documents if left out.")
+    ] = None,
+    gateway: Annotated[
+        str, typer.Option(help="Base URL of a gateway or an engine.", callback=_base_url)
+    ] = DEFAULT_GATEWAY,
+    key: Annotated[
+        str | None, typer.Option(envvar="WARMLANE_API_KEY", help="A client's API key.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Send questions about documents and say what clients see: TTFT, cached tokens, failures.
+
+    Exits with 0 if all were answered, 3 if some failed, 1 if all did.
+    """
+    from gateway.bench.command import ModelNeededError, run
+
+    try:
+        code = run(
+            gateway,
+            model,
+            key,
+            num_requests=requests,
+            num_documents=documents,
+            num_words=words,
+            concurrency=concurrency,
+            max_tokens=max_tokens,
+            seed=seed,
+            as_json=as_json,
+        )
+    except ModelNeededError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(code)
+
+
+@app.command()
 def explain(
     file: Annotated[str, typer.Argument(help="A request body as JSON; - reads stdin.")],
     gateway: GatewayOption = DEFAULT_GATEWAY,

@@ -29,7 +29,7 @@ CHOSEN = {
         "usage worth*"
     ),
     "tests/prefix_index": (
-        "anchors blocks index* ingest* memo prompts* residency segments tokens volatile"
+        "anchors blocks index index_[!p]* ingest* memo prompts* residency segments tokens volatile"
     ),
     "tests": "compiled_modules fuzz",
 }
