@@ -127,6 +127,8 @@ def render(renderer: Renderer | None, body: Mapping[str, Any]) -> str:
         return renderer.render(body)
     except TemplateRefusedError:
         raise
+    except NotTextError as error:
+        raise TemplateRefusedError(str(error)) from error
     except Exception as error:
         # Bodies come from clients: deep nesting, odd types and huge numbers end up here.
         raise TemplateRefusedError(f"{type(error).__name__}: {error}") from error

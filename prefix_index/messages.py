@@ -107,7 +107,8 @@ def texts_of(content: Any) -> Iterator[str]:
             continue
         key = TEXT_KEYS.get(str(part.get("type"))) if isinstance(part, dict) else None
         if key is None:
-            raise NotTextError("a content part is not text")
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise NotTextError(f"a content part of the type {str(kind)[:64]!r} is not text")
         text = part.get(key)
         if isinstance(text, str):
             yield text

@@ -79,12 +79,12 @@ class PromptPipeline:
         """Render and tokenize a chat body.
 
         Raises:
-            ApiError: 400 if the template refuses it.
+            ApiError: 400 if it cannot be rendered, by this model's template or at all.
         """
         try:
             return await self._complete(self._reader.chat(body, salt=salt))
         except TemplateRefusedError as error:
-            raise invalid(f"the chat template refused the request: {error}", "messages") from error
+            raise invalid(f"the messages cannot be rendered: {error}", "messages") from error
 
     async def completion(self, prompt: TextOrIds, salt: str = "") -> list[int]:
         """Tokenize a legacy prompt, or check its token ids.

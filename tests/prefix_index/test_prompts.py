@@ -269,8 +269,18 @@ BODIES: dict[str, dict[str, Any]] = {
 def test_a_chat_request_whose_prompt_cannot_be_known_is_refused(
     reader: PromptReader, body: dict[str, Any]
 ) -> None:
-    with pytest.raises(TemplateRefusedError):
+    with pytest.raises(TemplateRefusedError) as refused:
         reader.chat(body)
+
+    # Users of the runner read it.
+    assert "NotTextError" not in str(refused.value)
+
+
+def test_what_is_not_text_is_named(reader: PromptReader) -> None:
+    for kind, named in (("image_url", "image_url"), (None, "None"), (5, "5")):
+        part = {"type": kind, "image_url": {"url": "data:,"}}
+        with pytest.raises(TemplateRefusedError, match=f"type '{named}' is not text"):
+            reader.chat({"messages": [{"role": "user", "content": [part]}]})
 
 
 def test_without_a_template_chat_is_refused_and_completions_are_read(
