@@ -81,7 +81,10 @@ class PromptTokenizer:
                 config["chat_template"] = template_file.read_text(encoding="utf-8")
         except (OSError, ValueError, TypeError) as error:
             raise TokenizerFilesError(f"cannot read the tokenizer in {path}: {error}") from error
-        return cls.from_parts(tokenizer_json, config)
+        try:
+            return cls.from_parts(tokenizer_json, config)
+        except TokenizerFilesError as error:
+            raise TokenizerFilesError(f"{path}: {error}") from error
 
     @classmethod
     def from_parts(cls, tokenizer_json: str, config: Mapping[str, Any]) -> PromptTokenizer:

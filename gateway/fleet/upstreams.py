@@ -54,9 +54,10 @@ def _authorization(config: PoolConfig) -> bytes:
     key = os.environ.get(name, "").strip()
     # The key itself is never shown.
     if not key or not key.isascii() or not key.isprintable():
+        found = "holds no key" if name in os.environ else "is not set"
         raise ConfigError(
-            f"pools[{config.name}].api_key_env: the environment variable {name} holds no key; "
-            "expected printable ASCII"
+            f"pools[{config.name}].api_key_env: the environment variable {name} {found}; "
+            "expected a key of printable ASCII"
         )
     return f"authorization: Bearer {key}\r\n".encode()
 

@@ -199,7 +199,9 @@ WRONG_STARTS: dict[str, dict[str, Any]] = {
         "security": {"salt_secret_env": "NOT_THERE"}
     },
     "is shorter": {"security": {"salt_secret_env": "K1"}},
-    "api_key_env: the environment variable NOT_THERE": {"pool": {"api_key_env": "NOT_THERE"}},
+    "api_key_env: the environment variable NOT_THERE is not set": {
+        "pool": {"api_key_env": "NOT_THERE"}
+    },
     "needs security.salt_secret_env": {"tenants": [T1 | {"isolate_cache": True}]},
     "takes no cache salt": {
         "tenants": [T1 | {"isolate_cache": True}],

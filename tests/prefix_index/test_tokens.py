@@ -149,7 +149,12 @@ def test_what_is_no_tokenizer_says_so(text: str) -> None:
 
 @pytest.mark.parametrize(
     "files",
-    [{}, {"tokenizer_config.json": "{}"}, {"tokenizer.json": "x", "tokenizer_config.json": "{"}],
+    [
+        {},
+        {"tokenizer_config.json": "{}"},
+        {"tokenizer.json": "x", "tokenizer_config.json": "{"},
+        {"tokenizer.json": "[1]", "tokenizer_config.json": "{}"},
+    ],
 )
 def test_a_folder_that_cannot_be_read_says_which(tmp_path: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
