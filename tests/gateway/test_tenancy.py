@@ -159,7 +159,10 @@ async def test_a_broken_file_leaves_the_keys_as_they_were_and_is_said_once(
             if broken is None:
                 path.unlink()
             else:
-                path.write_bytes(broken)
+                # At once: a file seen while it is written is broken in another way, and said too.
+                other = tmp_path / "other"
+                other.write_bytes(broken)
+                os.replace(other, path)
             keyring = gw.gateway.tenancy.keyring
             await poll_until(lambda: keyring.num_errors["t1"] > 3, what="it is seen")
             assert await gw.ask("old") == 200
