@@ -140,11 +140,16 @@ async def test_keys_in_a_file_change_without_a_restart(tmp_path: Path, fast: Non
         assert (await gw.ask("old"), await gw.ask("new")) == (200, 200)
 
         # As mounted secrets are replaced: another file under the same name.
-        other = tmp_path / "other"
-        other.write_text(hex_of("new"))
-        os.replace(other, path)
+        replace(path, hex_of("new").encode())
         await poll_until(lambda: keyring.num_reloads["t1"] == 2, what="it is read again")
         assert (await gw.ask("old"), await gw.ask("new")) == (401, 200)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Replace a file at once: one seen while it is written is broken in a way of its own."""
+    other = path.with_name("other")
+    other.write_bytes(data)
+    os.replace(other, path)
 
 
 @pytest.mark.parametrize("broken", [b"sk-secret-key\n", b"\xff", None], ids=repr)
@@ -159,8 +164,7 @@ async def test_a_broken_file_leaves_the_keys_as_they_were_and_is_said_once(
             if broken is None:
                 path.unlink()
             else:
-                # At once: a file seen while it is written is broken in another way, and said too.
-                other = tmp_path / "other"
+                    other = tmp_path / "other"
                 other.write_bytes(broken)
                 os.replace(other, path)
             keyring = gw.gateway.tenancy.keyring
@@ -168,7 +172,7 @@ async def test_a_broken_file_leaves_the_keys_as_they_were_and_is_said_once(
             assert await gw.ask("old") == 200
             _, metrics, _ = await gw.get("/metrics")
             assert b'warmlane_tenant_keys_errors_total{tenant="t1"}' in metrics
-            path.write_text(hex_of("new"))
+            replace(path, hex_of("new").encode())
             await poll_until(lambda: keyring.num_reloads["t1"] == 1, what="it is read again")
             assert (await gw.ask("old"), await gw.ask("new")) == (401, 200)
 
