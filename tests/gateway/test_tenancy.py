@@ -164,9 +164,7 @@ async def test_a_broken_file_leaves_the_keys_as_they_were_and_is_said_once(
             if broken is None:
                 path.unlink()
             else:
-                    other = tmp_path / "other"
-                other.write_bytes(broken)
-                os.replace(other, path)
+                replace(path, broken)
             keyring = gw.gateway.tenancy.keyring
             await poll_until(lambda: keyring.num_errors["t1"] > 3, what="it is seen")
             assert await gw.ask("old") == 200
