@@ -96,10 +96,11 @@ def read_workers(path: str) -> list[Found]:
 def _items(document: Any, node: Any, path: str) -> tuple[list[Any], list[Any]]:
     if isinstance(document, dict) and set(document) == {"workers"}:
         document, node = document["workers"], node.value[0][1]
-    if document is None:
-        return [], []
+    # An empty file is one that is being written: it must not cost a pool all its workers.
     if not isinstance(document, list):
-        raise FileError(f"{path}:1: expected a list of workers, or workers: with such a list")
+        raise FileError(
+            f"{path}:1: expected a list of workers ([] for none), or workers: with such a list"
+        )
     return document, node.value
 
 
