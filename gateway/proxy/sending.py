@@ -23,6 +23,7 @@ from gateway.errors import (
 )
 from gateway.proxy.deadline import line_of, within
 from gateway.proxy.delivery import Delivery
+from gateway.proxy.noting import note_decision, note_outcome
 from gateway.proxy.outbound import outbound
 from gateway.proxy.retry import retry_after_s
 from gateway.proxy.ways import Sent
@@ -135,7 +136,7 @@ class Sending:
                         f"No worker of pool {self._plan.pool.name!r} takes requests right now."
                     )
                 ticket = dispatcher.admit(self._plan, decision)
-            _note(self._record, ticket, self._plan)
+            note_decision(self._record, ticket, self._plan)
             try:
                 other = await self._attempt(ticket)
             except asyncio.CancelledError:
@@ -146,7 +147,7 @@ class Sending:
                 ticket.finish(Outcome.CLIENT_CLOSED)
                 raise
             finally:
-                _settle(self._record, ticket)
+                note_outcome(self._record, ticket)
                 if (trace := self._exchange.trace) is not None:
                     trace.end_attempt(self._proxy.clock())
             if other is None:
@@ -374,32 +375,3 @@ def _reason(error: UpstreamError) -> str:
         return "no connection in time"
     number = cause.errno if isinstance(cause, OSError) else None
     return os.strerror(number).lower() if number else "no connection"
-
-
-def _note(record: RequestRecord, ticket: Ticket, plan: Plan) -> None:
-    """Write down a decision before it is acted on."""
-    decision = ticket.decision
-    record.attempts += 1
-    record.worker = ticket.worker.id
-    record.reason = str(decision.reason)  # an enum's ``value`` takes four times as long
-    record.prompt_tokens = decision.input.prompt_tokens
-    record.predicted_hit_tokens = ticket.predicted_hit_tokens
-    record.predicted_ttft_s = decision.ttft_s
-    record.source = decision.source
-    record.pull_tokens = decision.pull_tokens
-    if plan.route is not None:
-        record.route = plan.route.name
-    rule = plan.rule
-    if rule is not None:
-        record.shadow_worker = rule.worker
-        record.shadow_hit_tokens = rule.hit_tokens
-        record.shadow_saved_s = rule.saved_s
-
-
-def _settle(record: RequestRecord, ticket: Ticket) -> None:
-    """Release the books if nothing else did, and write down how the attempt ended."""
-    # Only an exception that names no outcome gets here unfinished: cancellation, or a defect.
-    if ticket.outcome is None:
-        ticket.finish(Outcome.CANCELLED)
-    record.outcome = str(ticket.outcome)
-    record.observed_hit_tokens = ticket.observed_hit_tokens
