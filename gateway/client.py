@@ -51,6 +51,11 @@ def delete_json(base: str, path: str, token: str | None) -> dict[str, Any]:
     return _call("DELETE", base, path, None, token)
 
 
+def may_use_proxy(base: str) -> bool:
+    """Whether an operator's HTTP proxy may stand before a server: not between local processes."""
+    return not ("127.0.0.1" in base or "localhost" in base)
+
+
 def workers_table(workers: list[dict[str, Any]]) -> str:
     """Return the workers as an aligned table."""
     rows = [COLUMNS, *(_worker_row(worker) for worker in workers)]
@@ -108,10 +113,8 @@ def _answer(method: str, base: str, path: str, body: object, token: str | None) 
     import httpx  # 0.4 s to import: only when a command talks to a gateway
 
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    # An operator's HTTP proxy has no business between two local processes.
-    direct = "127.0.0.1" in base or "localhost" in base
     try:
-        with httpx.Client(timeout=TIMEOUT_S, trust_env=not direct) as client:
+        with httpx.Client(timeout=TIMEOUT_S, trust_env=may_use_proxy(base)) as client:
             content = None if body is None else json.dumps(body).encode()
             return client.request(method, base.rstrip("/") + path, content=content, headers=headers)
     except httpx.HTTPError as error:

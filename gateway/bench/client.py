@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gateway.client import may_use_proxy
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -115,9 +117,7 @@ def _options(base: str, key: str | None) -> dict[str, Any]:
     headers = {"x-warmlane-explain": "1"}
     if key:
         headers["authorization"] = f"Bearer {key}"
-    # An operator's HTTP proxy has no business between two local processes.
-    direct = "127.0.0.1" in base or "localhost" in base
-    return {"base_url": base, "headers": headers, "trust_env": not direct}
+    return {"base_url": base, "headers": headers, "trust_env": may_use_proxy(base)}
 
 
 async def _answered(client: httpx.AsyncClient, model: str, ask: Ask, max_tokens: int) -> Answer:
