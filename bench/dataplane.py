@@ -12,7 +12,10 @@ The first rounds of a scenario are cold for everybody: bodies that no router has
 listed apart. Streams: CPU per chunk with 300 open streams, and the TTFT that the router adds to the
 mock's own at 50 streams a second.
 
-With ``--compiled`` the gateway of a compiled wheel is measured beside that of the sources.
+With ``--compiled`` the gateway of a compiled wheel is measured beside that of the sources. With
+``--python`` both run on another interpreter, whose environment has what the gateway needs: an
+interpreter that was built without optimizations (``--enable-optimizations``), as pyenv builds them,
+is slower than those of Debian and of the images.
 
     python -m bench.dataplane --peers /opt/dataplane --rounds 5
     WARMLANE_COMPILE=1 pip wheel --no-deps --wheel-dir dist .
@@ -103,20 +106,22 @@ class Router:
         return sum(time.clock_gettime((~pid << 3) | 2) for pid in self.tree())
 
 
-def routers(peers: Path, folder: Path, front: str, compiled: Path | None) -> list[Router]:
+def routers(
+    peers: Path, folder: Path, front: str, compiled: Path | None, interpreter: str
+) -> list[Router]:
     config = (ROOT / "bench" / "dataplane.yaml").read_text()
     config = config.replace("models/", f"{ROOT}/models/")
     if front:
         config = config.replace("port: 9500", f"port: 9500, front: {front}")
     (folder / "warmlane.yaml").write_text(config)
     serve = f"-m gateway serve --config {folder}/warmlane.yaml --port"
-    ours = f"{sys.executable} {serve} {OURS_PORT}"
+    ours = f"{interpreter} {serve} {OURS_PORT}"
     found = [Router("warmlane", OURS_PORT, ours, is_ours=True)]
     if compiled is not None:
         with zipfile.ZipFile(compiled) as wheel:
             wheel.extractall(folder / "compiled")
         # -P: not the sources of the working directory.
-        ours = f"env PYTHONPATH={folder}/compiled {sys.executable} -P {serve} {COMPILED_PORT}"
+        ours = f"env PYTHONPATH={folder}/compiled {interpreter} -P {serve} {COMPILED_PORT}"
         found.append(Router("compiled", COMPILED_PORT, ours, is_ours=True))
     urls = " ".join(f"http://127.0.0.1:{MOCK_PORT + n}" for n in range(NUM_MOCKS))
     for name, port, where, module, quiet in (
@@ -210,6 +215,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--only", nargs="*", choices=list(SCENARIOS), default=list(SCENARIOS))
     parser.add_argument("--compiled", type=Path, help="a compiled wheel, to be measured too")
+    parser.add_argument("--python", default=sys.executable, help="what our gateway runs on")
     parser.add_argument("--front", default="raw", help="server.front; empty = the default")
     args = parser.parse_args()
     with ExitStack() as stack:
@@ -218,7 +224,7 @@ def main() -> None:
             ["taskset", "-c", "1", f"{args.peers}/mock", str(MOCK_PORT), str(NUM_MOCKS)]
         )
         stack.callback(mock.terminate)
-        found = routers(args.peers, folder, args.front, args.compiled)
+        found = routers(args.peers, folder, args.front, args.compiled, args.python)
         for router in found:
             log = stack.enter_context((folder / f"{router.name}.log").open("wb"))
             command = ["taskset", "-c", "0", *shlex.split(router.command)]
