@@ -54,6 +54,7 @@ class Index:
 
     Attributes:
         version: Another number whenever ``match`` may answer otherwise.
+        losses: Another number whenever a worker may see less than before.
     """
 
     def __init__(self, block_size: int, max_blocks: int = 5_000_000) -> None:
@@ -61,7 +62,7 @@ class Index:
             raise ValueError(f"block_size must be positive, not {block_size}")
         self.block_size = block_size
         self.max_blocks = max_blocks
-        self.version = next(_versions)
+        self.version = self.losses = next(_versions)
         self._num_blocks = 0
         self._stamp = 0
         self._view = View()
@@ -108,7 +109,7 @@ class Index:
         holder = self._workers.get(worker)
         if holder is None:
             return
-        self.version = next(_versions)
+        self.version = self.losses = next(_versions)
         before = holder.num_blocks
         self._view.take(holder, hashes, tier)
         self._num_blocks += holder.num_blocks - before
@@ -148,7 +149,7 @@ class Index:
         holder = self._workers.pop(worker, None)
         if holder is None:
             return
-        self.version = next(_versions)
+        self.version = self.losses = next(_versions)
         del self._by_bit[holder.bit]
         self._live ^= holder.bit
         if holder.num_blocks:
@@ -328,6 +329,7 @@ class Index:
         return holder
 
     def _set(self, holder: Holder, slot: int, copies: int) -> None:
+        self.losses = next(_versions)
         before = holder.num_blocks
         self._view.set(holder, slot, copies)
         self._num_blocks += holder.num_blocks - before

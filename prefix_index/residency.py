@@ -88,14 +88,14 @@ class Residency:
         # Stamp and slot in one int. Each block is queued at most once, with its stamp or an older
         # one: what comes up too early is queued again.
         self._leaves: list[int] = []
-        # Slots of ends that were found held, as long as nothing changes in the index.
+        # Slots of ends that were found held, as long as the index loses nothing.
         self._ends: dict[BlockHash, int] = {}
-        self._version = -1
+        self._losses = -1
 
     def _held_end(self, block: BlockHash) -> int:
         """Return the slot of a chain's end if the model and the index have all of it, else 0."""
-        if self._index.version != self._version:
-            self._version = self._index.version
+        if self._index.losses != self._losses:
+            self._losses = self._index.losses
             self._ends.clear()
         slot = self._ends.get(block, 0)
         if not slot and self._is_reached(block):

@@ -96,7 +96,8 @@ class StreamObserver:
         self._tail_bytes += size
         if self._tail_bytes > 2 * TAIL_BYTES:
             self._trim()
-        if self._strips_usage and _COUNTS in data:
+        # ``in`` would try to read the needle as a number first, for an error made and dropped.
+        if self._strips_usage and data.find(_COUNTS) >= 0:
             return _without_usage(data)
         return data
 

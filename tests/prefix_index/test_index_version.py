@@ -61,6 +61,24 @@ def test_answers_are_the_same_while_the_version_is(seed: int, max_blocks: int) -
     assert num_asked // 10 < num_remembered < num_asked
 
 
+@pytest.mark.parametrize("max_blocks", [1000, 12])
+@pytest.mark.parametrize("seed", range(10))
+def test_what_a_worker_sees_it_sees_until_something_is_lost(seed: int, max_blocks: int) -> None:
+    rng, index = Random(seed), Index(1, max_blocks)
+    seen: set[tuple[str, bytes]] = set()
+    losses, num_remembered = index.losses, 0
+    for _ in range(400):
+        change(index, rng)
+        if losses != index.losses:
+            losses = index.losses
+            seen.clear()
+        num_remembered += len(seen)
+        assert all(index.sees(worker, block) for worker, block in seen)
+        pairs = [(worker, block) for worker in WORKERS for chain in CHAINS for block in chain]
+        seen |= {pair for pair in pairs if index.sees(*pair)}
+    assert num_remembered
+
+
 def test_no_version_of_one_index_is_anothers() -> None:
     first, second = Index(1), Index(1)
     seen = {first.version, second.version}
