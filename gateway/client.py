@@ -6,6 +6,8 @@ import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from gateway.columns import aligned
+
 if TYPE_CHECKING:
     import httpx
 
@@ -59,11 +61,7 @@ def may_use_proxy(base: str) -> bool:
 def workers_table(workers: list[dict[str, Any]]) -> str:
     """Return the workers as an aligned table."""
     rows = [COLUMNS, *(_worker_row(worker) for worker in workers)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return "\n".join(aligned(rows, "l" * len(COLUMNS)))
 
 
 def _worker_row(worker: dict[str, Any]) -> tuple[str, ...]:

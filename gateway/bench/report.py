@@ -6,6 +6,8 @@ from collections import Counter
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+from gateway.columns import aligned
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -34,14 +36,7 @@ def table(found: dict[str, Any]) -> str:
     """Return the document for a person."""
     names = {"all": "all", "first_of_a_document": "first of a document", "again": "again"}
     rows = [("", *HEAD), *((name, *_cells(found[key])) for key, name in names.items())]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD) + 1)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = aligned(rows, "l" + "r" * len(HEAD))
     lines.append(
         f"{found['seconds']:.1f} s, {found['requests_per_s']:.2f} requests and "
         f"{found['completion_tokens_per_s']:.1f} generated tokens a second"

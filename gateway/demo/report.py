@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from gateway.columns import aligned
 from gateway.demo.workload import Ask
 
 
@@ -52,14 +53,7 @@ def table(rows: list[Row]) -> str:
         )
         for row in rows
     ]
-    widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in (head, *lines)
-    )
+    return "\n".join(aligned([head, *lines], "llrrr"))
 
 
 def summary(rows: list[Row], problems: list[str]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from gateway.columns import aligned
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -46,13 +48,10 @@ def _rows(
     rows: Sequence[tuple[str, ...]], num_right: int, notes: Sequence[dict[str, Any]] = ()
 ) -> Iterator[str]:
     """Align rows, the first ``num_right`` columns to the right; each note's advice is under it."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for number, row in enumerate(rows):
-        cells = [
-            cell.rjust(width) if column < num_right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
+    for number, line in enumerate(
+        aligned(rows, "r" * num_right + "l" * (len(rows[0]) - num_right))
+    ):
+        yield line
         if number and notes:
             yield f"    {notes[number - 1]['advice']}"
 
