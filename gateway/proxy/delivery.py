@@ -167,9 +167,9 @@ class Delivery:
         translation = hearing.translation
         events = None if translation is None else translation.events()
         said = b"\r\n" + lines.lower()
-        if b"\r\ncache-control:" not in said:
+        if said.find(b"\r\ncache-control:") < 0:  # dearer with ``in``: see ``sse``
             lines += b"cache-control: no-cache\r\n"
-        if b"\r\nx-accel-buffering: no\r\n" not in said:
+        if said.find(b"\r\nx-accel-buffering: no\r\n") < 0:
             lines += b"x-accel-buffering: no\r\n"
         send = send_plain = self._begin(lines, None)
         feed = observer.feed
