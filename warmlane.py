@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import sys
 
 OWNERS = {
@@ -49,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         (sys.stdout if args else sys.stderr).write(USAGE)
         return 0 if args else 2
     if args[0] in ("-V", "--version"):
-        sys.stdout.write(f"warmlane {importlib.metadata.version('warmlane')}\n")
+        build = " (compiled)" if _is_compiled() else ""
+        sys.stdout.write(f"warmlane {importlib.metadata.version('warmlane')}{build}\n")
         return 0
     owner = OWNERS.get(args[0])
     if owner is None:
@@ -69,6 +71,12 @@ def main(argv: list[str] | None = None) -> int:
             "`runner`: pip install '.[runner]'\n"
         )
         return 1
+
+
+def _is_compiled() -> bool:
+    """Whether this is a build with the hot path in machine code; one of its modules tells."""
+    spec = importlib.util.find_spec("gateway.routing.choose")
+    return spec is not None and not (spec.origin or "").endswith(".py")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ CHOSEN = {
         "fault_matrix framing front gate* health http include_usage keep_warm limits misses "
         "observing outbound parity pool prices prompt_segments proxy* resilience rewrite* ring "
         "rollout routes* routing smuggling splice sse surfaces telemetry tenancy traces upstream "
-        "usage worth*"
+        "usage version worth*"
     ),
     "tests/prefix_index": (
         "anchors blocks index index_[!p]* ingest* memo prompts* residency segments tokens volatile"

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +126,6 @@ def test_every_command_that_prints_data_speaks_json() -> None:
 
     assert len(found) > 10
     assert {words for words, flags in found.items() if "--json" not in flags} == WITHOUT_DATA
-
-
-def test_the_version_is_that_of_the_distribution() -> None:
-    done = warmlane("--version")
-
-    assert (done.returncode, done.stdout) == (0, f"warmlane {version('warmlane')}\n")
 
 
 IN_USE = [(key, processes, "in use") for key in ("port", "admin_port") for processes in (1, 2)]
