@@ -1,4 +1,4 @@
-"""What ``warmlane --version`` says, in both builds: this file runs in ``make check-compiled`` too."""
+"""What ``warmlane --version`` says; ``make check-compiled`` runs this on the compiled build too."""
 
 from __future__ import annotations
 
